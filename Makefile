@@ -1,0 +1,121 @@
+# libtinyllm: `make` builds the library, `make test` proves it, `make demo` shows it, `make help` lists the rest.
+
+CC      ?= cc
+AR      ?= ar
+PYTHON  ?= python3
+ARCH    := $(shell $(CC) -dumpmachine | sed 's/-.*//')
+B       := c/build
+SAN     :=
+RUN     :=
+
+WARN    := -Wall -Wextra -Wshadow -Wstrict-prototypes -Wmissing-prototypes -Wvla -Wundef -Werror
+CFLAGS  ?= -O3 -g
+override CFLAGS += -std=c11 $(WARN) -D_GNU_SOURCE -Ic/include -Ic/src -fPIC -fvisibility=hidden -ffp-contract=off \
+           -fno-math-errno -fno-trapping-math -pthread $(SAN)
+LDLIBS  := -lm -pthread
+
+# Instruction sets: isas.def names the same ones; one that is only there fails to link, one that is only here fails test_isa.
+ISAS_x86_64  := scalar avx2 avx512
+ISAS_aarch64 := scalar neon
+ISAS         := $(or $(ISAS_$(ARCH)),scalar)
+FLAGS_scalar := -O2
+FLAGS_avx2   := -mavx2 -mfma -mf16c
+FLAGS_avx512 := $(FLAGS_avx2) -mavx512f -mavx512bw -mavx512dq -mavx512vl -mprefer-vector-width=512
+
+SRC     := $(filter-out %.isa.c,$(wildcard c/src/*/*.c))
+ISA_SRC := $(wildcard c/src/*/*.isa.c)
+OBJ     := $(SRC:c/src/%.c=$(B)/obj/%.o) $(foreach i,$(ISAS),$(ISA_SRC:c/src/%.isa.c=$(B)/obj/%.$(i).o))
+C_TESTS := $(patsubst tests/L9.4/%.c,$(B)/tests/%,$(wildcard tests/L9.4/test_*.c tests/L9.4/parity_*.c))
+SWEEPS  := $(patsubst tests/L9.4/%.c,$(B)/tests/%,$(wildcard tests/L9.4/sweep_*.c))
+say      = @printf '  %-5s %s\n' $(1) '$(2)'
+
+.PHONY: all
+all: $(B)/libtinyllm.so $(B)/libtinyllm.a ## build the shared and the static library (the default)
+
+$(B)/libtinyllm.so: $(OBJ)
+	$(call say,LD,$@)
+	@$(CC) $(CFLAGS) -shared -Wl,-soname,libtinyllm.so.0 -Wl,-z,defs -o $@ $^ $(LDLIBS)
+
+$(B)/libtinyllm.a: $(OBJ)
+	$(call say,AR,$@)
+	@rm -f $@ && $(AR) rcs $@ $^
+
+# Flags live in a stamp, so that changed flags rebuild.
+$(B)/flags: FORCE
+	@mkdir -p $(@D)
+	@echo '$(CC) $(CFLAGS) $(ISAS)' | cmp -s - $@ || echo '$(CC) $(CFLAGS) $(ISAS)' > $@
+
+$(B)/obj/%.o: c/src/%.c $(B)/flags
+	$(call say,CC,$*.c)
+	@mkdir -p $(@D)
+	@$(CC) $(CFLAGS) -MMD -MP -c $< -o $@
+
+define isa_rule
+$(B)/obj/%.$(1).o: c/src/%.isa.c $(B)/flags
+	$$(call say,CC,$$*.isa.c for $(1))
+	@mkdir -p $$(@D)
+	@$$(CC) $$(CFLAGS) $$(FLAGS_$(1)) -DTL_ISA=$(1) -DTL_ISA_$(1)=1 -MMD -MP -c $$< -o $$@
+endef
+$(foreach i,$(ISAS),$(eval $(call isa_rule,$(i))))
+
+# C tests link the static library, so that they may look at what the shared one hides.
+$(B)/tests/%: tests/L9.4/%.c $(B)/libtinyllm.a $(B)/flags
+	$(call say,CC,$<)
+	@mkdir -p $(@D)
+	@$(CC) $(CFLAGS) -Wno-missing-prototypes -Itests/L9.4 -MMD -MP -o $@ $< $(B)/libtinyllm.a $(LDLIBS)
+
+.PHONY: test test-c test-py asan tsan sweep fuzz mutants lint
+test: test-c test-py ## every test: C, then Python (makes .venv)
+
+test-c: $(C_TESTS) ## the C tests alone; needs nothing but a C compiler
+	@tests/run_c.sh "$(RUN)" $(C_TESTS)
+
+test-py: all $(C_TESTS) .venv/stamp ## the Python tests alone
+	@TINYLLM_BUILD=$(B) .venv/bin/python -m pytest -q -n auto tests/L9.4
+
+asan: ## the C tests under AddressSanitizer, UBSan and the leak check
+	@$(MAKE) --no-print-directory test-c B=c/build/asan CFLAGS='-O1 -g -fno-omit-frame-pointer' \
+	    SAN='-fsanitize=address,undefined -fno-sanitize-recover=all'
+
+tsan: ## the C tests under ThreadSanitizer
+	@$(MAKE) --no-print-directory test-c B=c/build/tsan CFLAGS='-O1 -g' SAN='-fsanitize=thread'
+
+sweep: $(SWEEPS) $(B)/tests/parity_attn ## the long sweeps: exp over every float, parity over every shape
+	@PARITY_FULL=1 tests/run_c.sh "$(RUN)" $(SWEEPS) $(B)/tests/parity_attn
+
+fuzz: ## libFuzzer on the import of envelopes (needs clang); SECONDS=30
+	@mkdir -p c/build/fuzz/corpus
+	@$(MAKE) --no-print-directory c/build/fuzz/libtinyllm.a B=c/build/fuzz CC=clang CFLAGS='-O1 -g' \
+	    SAN='-fsanitize=fuzzer-no-link,address,undefined -fno-sanitize-recover=all'
+	@clang -O1 -g -std=c11 -Ic/include -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all \
+	    -o c/build/fuzz/import tests/L9.4/fuzz_import.c c/build/fuzz/libtinyllm.a $(LDLIBS)
+	@c/build/fuzz/import -max_total_time=$(or $(SECONDS),30) -max_len=4096 -print_final_stats=1 c/build/fuzz/corpus
+
+mutants: .venv/stamp ## plant each known fault in turn; every one must be killed by its test
+	@.venv/bin/python tests/L9.4/mutants/run.py $(MUTANTS)
+
+lint: .venv-dev/stamp ## mypy --strict, ruff, and the tidiness of every text
+	@.venv-dev/bin/mypy
+	@.venv-dev/bin/ruff check .
+	@tests/tidy.sh
+
+.PHONY: demo
+demo: all .venv-demo/stamp ## a real language model on the library (about 100 MB to fetch, under two minutes to run)
+	@PYTHONPATH=python .venv-demo/bin/python examples/demo.py $(DEMO_ARGS)
+
+# Virtual environments, made once from pinned requirements: .venv tests, .venv-demo, .venv-dev.
+REQ_.venv      := requirements-test.txt
+REQ_.venv-demo := examples/requirements.txt
+REQ_.venv-dev  := requirements-dev.txt
+%/stamp: tests/make_venv.sh requirements-test.txt requirements-dev.txt examples/requirements.txt
+	@tests/make_venv.sh "$(PYTHON)" $* $(REQ_$*)
+	@touch $@
+
+.PHONY: help clean FORCE
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' Makefile | expand -t 16
+
+clean: ## remove what was built; the virtual environments stay
+	rm -rf c/build
+
+-include $(OBJ:.o=.d) $(C_TESTS:=.d) $(SWEEPS:=.d)

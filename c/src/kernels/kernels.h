@@ -1,0 +1,63 @@
+/* SPDX-License-Identifier: MIT */
+/* kernels.h: what an instruction set has to bring, and how the chosen one is reached.
+ *
+ * A *.isa.c file is compiled once per instruction set with TL_ISA defined to its name; TL_ISA_FN(f) is then f_<name>. None of its
+ * functions checks arguments or sets the float mode: callers do, once, at the public edge. */
+#ifndef TL_KERNELS_H
+#define TL_KERNELS_H
+
+#include <stdint.h>
+
+#include "tinyllm/abi.h"
+
+#define TL_CPU_AVX2 1u
+#define TL_CPU_FMA 2u
+#define TL_CPU_F16C 4u
+#define TL_CPU_AVX512 8u /* F, BW, DQ and VL */
+#define TL_CPU_NEON 16u
+#define TL_CPU_CRC32 32u /* the CPU's own CRC-32C instruction */
+
+/* What this CPU and its operating system offer, as TL_CPU_ bits. runtime/isa.c */
+unsigned tl_cpu_features(void);
+
+struct attn_job;
+
+struct tl_kernels {
+    const char *name;
+    /* rows of attention that share one walk over K and V: attn_rows.h */
+    void (*attn_rows_f16)(const struct attn_job *job);
+    void (*attn_rows_f32)(const struct attn_job *job);
+    /* one row of softmax, cols > 0, y may be x: canon's order */
+    void (*softmax_row)(const float *x, float *y, int64_t cols);
+    void (*softmax_online_row)(const float *x, float *y, int64_t cols);
+    /* arrays, n >= 0 */
+    void (*exp_n)(const float *x, float *y, int64_t n);
+    void (*f32_to_f16_n)(const float *x, uint16_t *y, int64_t n);
+    void (*f16_to_f32_n)(const uint16_t *x, float *y, int64_t n);
+    void (*f32_to_bf16_n)(const float *x, uint16_t *y, int64_t n);
+    void (*bf16_to_f32_n)(const uint16_t *x, float *y, int64_t n);
+    void (*f32_to_e4m3_n)(const float *x, uint8_t *y, int64_t n);
+    void (*e4m3_to_f32_n)(const uint8_t *x, float *y, int64_t n);
+    void (*f32_to_e5m2_n)(const float *x, uint8_t *y, int64_t n);
+    void (*e5m2_to_f32_n)(const uint8_t *x, float *y, int64_t n);
+};
+
+#define TL_JOIN2_(a, b) a##_##b
+#define TL_JOIN_(a, b) TL_JOIN2_(a, b)
+#define TL_ISA_FN(f) TL_JOIN_(f, TL_ISA)
+
+/* The pinned or best usable table; scalar's where TINYLLM_ISA names one that is not here. Chosen once, thread-safe. */
+const struct tl_kernels *tl_kernels(void);
+
+/* The same for functions that return a status: TL_EUNSUPPORTED in fn's name, listing the names that would work, where
+ * TINYLLM_ISA names one that is not here. */
+tl_status tl_kernels_require(const char *fn, const struct tl_kernels **out);
+
+/* For tests that compare instruction sets in one process: takes `name` from now on, as TINYLLM_ISA would; NULL: the best.
+ * Not while kernels run. */
+void tl_kernels_select(const char *name);
+
+/* The i-th table this CPU can run, slowest first; NULL past the last. */
+const struct tl_kernels *tl_kernels_usable(int i);
+
+#endif

@@ -1,0 +1,141 @@
+/* SPDX-License-Identifier: MIT */
+/* paged_attn.c: one decode step over the block pool. Arguments are checked whole, then the work is cut into units of one KV head of one
+ * sequence, whose query heads share a walk over its blocks. */
+#include <math.h>
+#include <stdbool.h>
+
+#include "kernels/attn_rows.h"
+#include "kernels/kernels.h"
+#include "kernels/shapes.h"
+#include "runtime/fail.h"
+#include "runtime/fpenv.h"
+#include "runtime/pool_run.h"
+
+static const char *const FN = "tl_paged_attn_decode_f32";
+
+struct step {
+    const struct tl_kernels *kernels;
+    struct kv_view view;
+    const float *q;
+    const uint32_t *block_tables;
+    int32_t max_blocks;
+    const int32_t *ctx_lens;
+    float *out;
+    int64_t B, H, Hkv, D, window;
+    float scale;
+};
+
+/* The view of one layer of a pool: block 0's slabs, and the way from there. */
+static struct kv_view view_of_pool(const tl_kv_pool *kv, uint32_t layer, const tl_kv_cfg *cfg)
+{
+    const int64_t block = (int64_t)(tl_kv_block_bytes(kv) / sizeof(uint16_t));
+    const int64_t head = (int64_t)cfg->block_tokens * cfg->head_dim;
+    const struct kv_side k = {tl_kv_block_ptr(kv, 0, layer, 0), block, head, cfg->head_dim};
+    const struct kv_side v = {tl_kv_block_ptr(kv, 0, layer, 1), block, head, cfg->head_dim};
+    return (struct kv_view){k, v, cfg->dtype, cfg->block_tokens, cfg->head_dim};
+}
+
+/* The first position a query at the end of n positions sees. */
+static int64_t first_visible(int64_t n, int64_t window)
+{
+    return window > 0 && window < n ? n - window : 0;
+}
+
+static tl_status check_sequence(const struct step *s, int64_t seq, const tl_kv_cfg *cfg)
+{
+    const int64_t n = s->ctx_lens[seq], b = cfg->block_tokens;
+    if (n < 1)
+        return tl_fail(TL_EINVAL, FN, "sequence %lld: ctx_len = %lld is below 1", (long long)seq, (long long)n);
+    const int64_t needed = (n - 1) / b + 1;
+    if (needed > s->max_blocks)
+        return tl_fail(TL_EINVAL, FN, "sequence %lld: ctx_len = %lld needs %lld blocks of %lld, max_blocks = %lld", (long long)seq,
+                       (long long)n, (long long)needed, (long long)b, (long long)s->max_blocks);
+    const uint32_t *table = s->block_tables + seq * s->max_blocks;
+    for (int64_t i = first_visible(n, s->window) / b; i < needed; i++)
+        if (table[i] >= cfg->n_blocks)
+            return tl_fail(TL_EINVAL, FN, "sequence %lld: block_table[%lld] = %lld, the pool has %lld blocks", (long long)seq,
+                           (long long)i, (long long)table[i], (long long)cfg->n_blocks);
+    return TL_OK;
+}
+
+static tl_status check_pointers(const struct step *s, const tl_kv_pool *kv)
+{
+    const char *missing = !s->q ? "q" : !kv ? "kv" : !s->block_tables ? "block_tables" : !s->ctx_lens ? "ctx_lens" : !s->out ? "out" : NULL;
+    return missing ? tl_fail(TL_EINVAL, FN, "%s is NULL", missing) : TL_OK;
+}
+
+static tl_status check_sizes(const struct step *s, uint32_t layer, const tl_kv_cfg *cfg)
+{
+    if (s->B < 0)
+        return tl_fail(TL_EINVAL, FN, "B = %lld is negative", (long long)s->B);
+    if (s->max_blocks < 1)
+        return tl_fail(TL_EINVAL, FN, "max_blocks = %lld is below 1", (long long)s->max_blocks);
+    if (layer >= cfg->n_layers)
+        return tl_fail(TL_EINVAL, FN, "layer = %lld, the pool has %lld", (long long)layer, (long long)cfg->n_layers);
+    if (!tl_fits_memory(sizeof(uint32_t), 2, (int64_t[]){s->B, s->max_blocks}))
+        return tl_fail(TL_EINVAL, FN, "B = %lld tables of %lld do not fit in memory", (long long)s->B, (long long)s->max_blocks);
+    if (s->Hkv != cfg->n_kv_heads || s->D != cfg->head_dim)
+        return tl_fail(TL_ESHAPE, FN, "Hkv = %lld, D = %lld, the pool has %lld, %lld", (long long)s->Hkv, (long long)s->D,
+                       (long long)cfg->n_kv_heads, (long long)cfg->head_dim);
+    if (s->H < 1 || s->H % s->Hkv != 0)
+        return tl_fail(TL_ESHAPE, FN, "H = %lld is not a positive multiple of Hkv = %lld", (long long)s->H, (long long)s->Hkv);
+    if (!tl_fits_memory(sizeof(float), 3, (int64_t[]){s->B, s->H, s->D}))
+        return tl_fail(TL_EINVAL, FN, "q of [%lld, %lld, %lld] does not fit in memory", (long long)s->B, (long long)s->H, (long long)s->D);
+    return TL_OK;
+}
+
+static tl_status check_rest(const struct step *s, const tl_kv_cfg *cfg, const tl_pool *tp)
+{
+    for (int64_t seq = 0; seq < s->B; seq++)
+        TL_TRY(check_sequence(s, seq, cfg));
+    const size_t bytes = (size_t)(s->B * s->H * s->D) * sizeof(float);
+    if (tl_overlap(s->q, bytes, s->out, bytes))
+        return tl_fail(TL_EINVAL, FN, "out overlaps q");
+    return tl_pool_check(FN, tp);
+}
+
+/* One KV head of one sequence: its group of query heads, as many at a time as a job takes. */
+static void attend_group(const struct step *s, int64_t seq, int64_t kv_head, struct attn_work *work)
+{
+    const int64_t group = s->H / s->Hkv, n = s->ctx_lens[seq];
+    struct attn_job job = {.view = &s->view, .block_table = s->block_tables + seq * s->max_blocks, .kv_head = kv_head, .scale = s->scale,
+                           .work = work};
+    const int max_rows = attn_max_rows(s->D);
+    for (int64_t g = 0; g < group; g += job.n_rows) {
+        job.n_rows = (int)(group - g < max_rows ? group - g : max_rows);
+        for (int r = 0; r < job.n_rows; r++) {
+            const int64_t at = (seq * s->H + kv_head * group + g + r) * s->D;
+            job.row[r] = (struct attn_row){s->q + at, s->out + at, NULL, -INFINITY, first_visible(n, s->window), n};
+        }
+        s->kernels->attn_rows_f16(&job);
+    }
+}
+
+static void attend_units(void *ctx, int64_t lo, int64_t hi, int worker)
+{
+    const struct step *s = ctx;
+    struct attn_work work;
+    (void)worker;
+    for (int64_t unit = lo; unit < hi; unit++)
+        attend_group(s, unit / s->Hkv, unit % s->Hkv, &work);
+}
+
+tl_status tl_paged_attn_decode_f32(const float *q, const tl_kv_pool *kv, uint32_t layer, const uint32_t *block_tables, int32_t max_blocks,
+                                   const int32_t *ctx_lens, float *out, int64_t B, int64_t H, int64_t Hkv, int64_t D, float scale,
+                                   int64_t window, tl_pool *tp)
+{
+    struct step s = {NULL, {{0}, {0}, 0, 0, 0}, q, block_tables, max_blocks, ctx_lens, out, B, H, Hkv, D, window, scale};
+    tl_kv_cfg cfg;
+    TL_TRY(check_pointers(&s, kv));
+    tl_kv_pool_cfg(kv, &cfg);
+    TL_TRY(check_sizes(&s, layer, &cfg));
+    if (cfg.format != TL_KV_FORMAT_V1 || cfg.dtype != TL_F16)
+        return tl_fail(TL_EUNSUPPORTED, FN, "pool format %lld with dtype %lld", (long long)cfg.format, (long long)cfg.dtype);
+    TL_TRY(tl_kernels_require(FN, &s.kernels));
+    TL_TRY(check_rest(&s, &cfg, tp));
+    s.view = view_of_pool(kv, layer, &cfg);
+    const tl_fpenv caller = tl_fpenv_enter();
+    const tl_status status = tl_pool_run(FN, tp, B * Hkv, 1, attend_units, &s);
+    tl_fpenv_leave(caller);
+    return status;
+}

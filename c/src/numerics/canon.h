@@ -1,0 +1,94 @@
+/* SPDX-License-Identifier: MIT */
+/* canon.h: the canonical arithmetic (numerics version 1) in sixteen-lane operations: exp, log, the maximum that keeps NaN.
+ *
+ * This text fixes the bits. It is compiled once per instruction set and must not mention one; every operation is one IEEE f32
+ * rounding to nearest even, every multiply-add is fused, nothing is reassociated (-ffp-contract=off). python/tinyllm/reference.py
+ * says the same in numpy. */
+#ifndef TL_CANON_H
+#define TL_CANON_H
+
+#include <math.h>
+
+#include "coef.h"
+#include "vec.h"
+
+/* The one NaN that leaves the library, 0x7FC00000. */
+V16_INLINE float canon_nan(void)
+{
+    const uint32_t bits = 0x7FC00000u;
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+V16_INLINE v16 canon_one_nan(v16 x)
+{
+    return v16_where_nan(x, v16_set1(canon_nan()), x);
+}
+
+/* e^x: x = k ln 2 + r with |r| <= ln 2 / 2, k the nearest integer; a polynomial in r; times 2^k.
+ * +inf above EXP_OVERFLOW, +0 below the normal range, NaN for NaN. */
+V16_INLINE v16 canon_exp(v16 x)
+{
+    const v16 lowest = v16_set1(EXP_LOWEST), magic = v16_set1(EXP_MAGIC), one = v16_set1(1);
+    const v16 c = v16_where_gt(x, lowest, x, lowest);
+    const v16 t = v16_fma(c, v16_set1(EXP_LOG2E), magic), k = v16_sub(t, magic);
+    v16 r = v16_fma(k, v16_set1(-EXP_LN2_HI), c);
+    r = v16_fma(k, v16_set1(-EXP_LN2_LO), r);
+    v16 p = v16_set1(EXP_C6);
+    p = v16_fma(p, r, v16_set1(EXP_C5));
+    p = v16_fma(p, r, v16_set1(EXP_C4));
+    p = v16_fma(p, r, v16_set1(EXP_C3));
+    p = v16_fma(p, r, v16_set1(EXP_C2));
+    p = v16_fma(p, r, one);
+    p = v16_fma(p, r, one);
+    const v16 y = v16_where_gt(x, v16_set1(EXP_OVERFLOW), v16_set1(INFINITY), v16_pow2(p, t));
+    return v16_where_nan(x, v16_set1(canon_nan()), y);
+}
+
+V16_INLINE float canon_exp1(float x)
+{
+    return v16_first(canon_exp(v16_set1(x)));
+}
+
+/* ln x by the order in coef.h, for x positive and normal; the ends as logf has them. */
+V16_INLINE float canon_log(float x)
+{
+    if (!(x > 0))
+        return x == 0 ? -INFINITY : canon_nan();
+    if (x == INFINITY)
+        return x;
+    int32_t word;
+    memcpy(&word, &x, sizeof word);
+    const int32_t exponent = (word - LOG_SQRT_HALF) >> 23;
+    word -= exponent * (1 << 23);
+    float f;
+    memcpy(&f, &word, sizeof f);
+    const float g = f - 1, n = (float)exponent;
+    static const float c[] = {LOG_C10, LOG_C9, LOG_C8, LOG_C7, LOG_C6, LOG_C5, LOG_C4, LOG_C3, LOG_C2};
+    float p = c[0];
+    for (int i = 1; i < 9; i++)
+        p = f32_fma(p, g, c[i]);
+    const float square = g * g, tail = f32_fma(n, LOG_LN2_LO, square * p);
+    return f32_fma(n, LOG_LN2_HI, g + tail);
+}
+
+/* The larger of two, `x` where they are equal; NaN where either is. */
+V16_INLINE float canon_max2(float x, float y)
+{
+    if (x != x || y != y)
+        return canon_nan();
+    return y > x ? y : x;
+}
+
+/* The largest of m and sixteen lanes, in rising lane order. */
+V16_INLINE float canon_max(float m, v16 s)
+{
+    float lane[16];
+    v16_store(lane, s);
+    for (int i = 0; i < 16; i++)
+        m = canon_max2(m, lane[i]);
+    return m;
+}
+
+#endif

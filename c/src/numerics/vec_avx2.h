@@ -1,0 +1,203 @@
+/* SPDX-License-Identifier: MIT */
+/* vec_avx2.h: the sixteen lanes as two AVX2 registers, with FMA and F16C. */
+#ifndef TL_VEC_AVX2_H
+#define TL_VEC_AVX2_H
+
+#include <immintrin.h>
+#include <math.h>
+
+#define V16_ROWS 4
+#define V16_KEYS 1
+#define V16_COLS 1
+
+typedef struct {
+    __m256 lo, hi;
+} v16;
+
+V16_INLINE float f32_fma(float a, float b, float c)
+{
+    return __builtin_fmaf(a, b, c);
+}
+
+V16_INLINE v16 v16_set1(float x)
+{
+    const __m256 y = _mm256_set1_ps(x);
+    return (v16){y, y};
+}
+
+V16_INLINE v16 v16_zero(void)
+{
+    return v16_set1(0);
+}
+
+/* All ones in lanes [0, n), zeros above: a window on this array. */
+static const int32_t v16_mask_window[32] = {-1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1};
+
+typedef struct {
+    __m256i lo, hi;
+} v16_mask;
+
+V16_INLINE v16_mask v16_below(int64_t n)
+{
+    const int32_t *w = v16_mask_window + 16 - n;
+    return (v16_mask){_mm256_loadu_si256((const __m256i *)w), _mm256_loadu_si256((const __m256i *)(w + 8))};
+}
+
+/* mask ? a : b */
+V16_INLINE v16 v16_blend(v16_mask m, v16 a, v16 b)
+{
+    return (v16){_mm256_blendv_ps(b.lo, a.lo, _mm256_castsi256_ps(m.lo)),
+                 _mm256_blendv_ps(b.hi, a.hi, _mm256_castsi256_ps(m.hi))};
+}
+
+V16_INLINE v16 v16_load(const float *p)
+{
+    return (v16){_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)};
+}
+
+V16_INLINE v16 v16_load_n(const float *p, int64_t n)
+{
+    const v16_mask m = v16_below(n);
+    return (v16){_mm256_maskload_ps(p, m.lo), n > 8 ? _mm256_maskload_ps(p + 8, m.hi) : _mm256_setzero_ps()};
+}
+
+V16_INLINE void v16_store(float *p, v16 x)
+{
+    _mm256_storeu_ps(p, x.lo);
+    _mm256_storeu_ps(p + 8, x.hi);
+}
+
+V16_INLINE void v16_store_n(float *p, v16 x, int64_t n)
+{
+    const v16_mask m = v16_below(n);
+    _mm256_maskstore_ps(p, m.lo, x.lo);
+    if (n > 8)
+        _mm256_maskstore_ps(p + 8, m.hi, x.hi);
+}
+
+V16_INLINE v16 v16_load_f16(const uint16_t *p)
+{
+    return (v16){_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)),
+                 _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + 8)))};
+}
+
+V16_INLINE v16 v16_load_f16_n(const uint16_t *p, int64_t n)
+{
+    uint16_t lanes[16] = {0};
+    memcpy(lanes, p, (size_t)n * sizeof *p);
+    return v16_load_f16(lanes);
+}
+
+V16_INLINE void v16_store_f16(uint16_t *p, v16 x)
+{
+    _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(x.lo, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    _mm_storeu_si128((__m128i *)(p + 8), _mm256_cvtps_ph(x.hi, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    const int nan_lo = _mm256_movemask_ps(_mm256_cmp_ps(x.lo, x.lo, _CMP_UNORD_Q));
+    const int nan_hi = _mm256_movemask_ps(_mm256_cmp_ps(x.hi, x.hi, _CMP_UNORD_Q));
+    for (int nan = nan_lo | nan_hi << 8; nan; nan &= nan - 1) /* the instruction keeps payloads; here there is one NaN */
+        p[__builtin_ctz((unsigned)nan)] = 0x7E00;
+}
+
+V16_INLINE void v16_store_f16_n(uint16_t *p, v16 x, int64_t n)
+{
+    uint16_t lanes[16];
+    v16_store_f16(lanes, x);
+    memcpy(p, lanes, (size_t)n * sizeof *p);
+}
+
+V16_INLINE v16 v16_add(v16 a, v16 b)
+{
+    return (v16){_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)};
+}
+
+V16_INLINE v16 v16_sub(v16 a, v16 b)
+{
+    return (v16){_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)};
+}
+
+V16_INLINE v16 v16_mul(v16 a, v16 b)
+{
+    return (v16){_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)};
+}
+
+V16_INLINE v16 v16_fma(v16 a, v16 b, v16 c)
+{
+    return (v16){_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
+}
+
+V16_INLINE v16 v16_fma_n(v16 a, v16 b, v16 c, int64_t n)
+{
+    return v16_blend(v16_below(n), v16_fma(a, b, c), c);
+}
+
+V16_INLINE v16 v16_where_gt(v16 x, v16 y, v16 a, v16 b)
+{
+    return (v16){_mm256_blendv_ps(b.lo, a.lo, _mm256_cmp_ps(x.lo, y.lo, _CMP_GT_OQ)),
+                 _mm256_blendv_ps(b.hi, a.hi, _mm256_cmp_ps(x.hi, y.hi, _CMP_GT_OQ))};
+}
+
+V16_INLINE v16 v16_where_nan(v16 x, v16 a, v16 b)
+{
+    return (v16){_mm256_blendv_ps(b.lo, a.lo, _mm256_cmp_ps(x.lo, x.lo, _CMP_UNORD_Q)),
+                 _mm256_blendv_ps(b.hi, a.hi, _mm256_cmp_ps(x.hi, x.hi, _CMP_UNORD_Q))};
+}
+
+V16_INLINE v16 v16_only(v16 x, int lo, int hi)
+{
+    const v16 none = v16_set1(-INFINITY);
+    return v16_blend(v16_below(lo), none, v16_blend(v16_below(hi), x, none));
+}
+
+V16_INLINE int v16_all_le(v16 x, v16 y)
+{
+    return _mm256_movemask_ps(_mm256_and_ps(_mm256_cmp_ps(x.lo, y.lo, _CMP_LE_OQ), _mm256_cmp_ps(x.hi, y.hi, _CMP_LE_OQ))) == 0xFF;
+}
+
+V16_INLINE __m256 pow2_half(__m256 p, __m256 t)
+{
+    const __m256i bits = _mm256_add_epi32(_mm256_castps_si256(p), _mm256_slli_epi32(_mm256_castps_si256(t), 23));
+    return _mm256_castsi256_ps(_mm256_and_si256(bits, _mm256_cmpgt_epi32(bits, _mm256_set1_epi32(0x007FFFFF))));
+}
+
+V16_INLINE v16 v16_pow2(v16 p, v16 t)
+{
+    return (v16){pow2_half(p.lo, t.lo), pow2_half(p.hi, t.hi)};
+}
+
+V16_INLINE float v16_first(v16 x)
+{
+    return _mm256_cvtss_f32(x.lo);
+}
+
+V16_INLINE float v16_fold(v16 x)
+{
+    const __m256 eight = _mm256_add_ps(x.lo, x.hi);
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+
+V16_INLINE __m256 quad_pair(v16 a, v16 b)
+{
+    const __m256 x = _mm256_add_ps(a.lo, a.hi), y = _mm256_add_ps(b.lo, b.hi);
+    return _mm256_add_ps(_mm256_permute2f128_ps(x, y, 0x20), _mm256_permute2f128_ps(x, y, 0x31));
+}
+
+V16_INLINE v16 v16_quads(v16 a, v16 b, v16 c, v16 d)
+{
+    return (v16){quad_pair(a, b), quad_pair(c, d)};
+}
+
+V16_INLINE __m256 fold_quads_half(__m256 p0, __m256 p1, __m256 p2, __m256 p3)
+{
+    const __m256 x = _mm256_add_ps(_mm256_shuffle_ps(p0, p1, 0x44), _mm256_shuffle_ps(p0, p1, 0xEE));
+    const __m256 y = _mm256_add_ps(_mm256_shuffle_ps(p2, p3, 0x44), _mm256_shuffle_ps(p2, p3, 0xEE));
+    return _mm256_add_ps(_mm256_shuffle_ps(x, y, 0x88), _mm256_shuffle_ps(x, y, 0xDD));
+}
+
+V16_INLINE v16 v16_fold_quads(v16 p0, v16 p1, v16 p2, v16 p3)
+{
+    return (v16){fold_quads_half(p0.lo, p1.lo, p2.lo, p3.lo), fold_quads_half(p0.hi, p1.hi, p2.hi, p3.hi)};
+}
+
+#endif

@@ -1,0 +1,165 @@
+/* SPDX-License-Identifier: MIT */
+/* vec_avx512.h: the sixteen lanes as one AVX-512 register. */
+#ifndef TL_VEC_AVX512_H
+#define TL_VEC_AVX512_H
+
+#include <immintrin.h>
+#include <math.h>
+
+#define V16_ROWS 4
+#define V16_KEYS 4
+#define V16_COLS 4
+
+typedef __m512 v16;
+
+V16_INLINE float f32_fma(float a, float b, float c)
+{
+    return __builtin_fmaf(a, b, c);
+}
+
+V16_INLINE v16 v16_set1(float x)
+{
+    return _mm512_set1_ps(x);
+}
+
+V16_INLINE v16 v16_zero(void)
+{
+    return _mm512_setzero_ps();
+}
+
+/* Lanes [0, n). */
+V16_INLINE __mmask16 v16_below(int64_t n)
+{
+    return (__mmask16)((1u << n) - 1);
+}
+
+V16_INLINE v16 v16_load(const float *p)
+{
+    return _mm512_loadu_ps(p);
+}
+
+V16_INLINE v16 v16_load_n(const float *p, int64_t n)
+{
+    return _mm512_maskz_loadu_ps(v16_below(n), p);
+}
+
+V16_INLINE void v16_store(float *p, v16 x)
+{
+    _mm512_storeu_ps(p, x);
+}
+
+V16_INLINE void v16_store_n(float *p, v16 x, int64_t n)
+{
+    _mm512_mask_storeu_ps(p, v16_below(n), x);
+}
+
+V16_INLINE v16 v16_load_f16(const uint16_t *p)
+{
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+}
+
+V16_INLINE v16 v16_load_f16_n(const uint16_t *p, int64_t n)
+{
+    return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(v16_below(n), p));
+}
+
+V16_INLINE __m256i v16_to_f16(v16 x)
+{
+    const __m256i h = _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q); /* the instruction keeps payloads; here there is one NaN */
+    return _mm256_mask_mov_epi16(h, nan, _mm256_set1_epi16(0x7E00));
+}
+
+V16_INLINE void v16_store_f16(uint16_t *p, v16 x)
+{
+    _mm256_storeu_si256((__m256i *)p, v16_to_f16(x));
+}
+
+V16_INLINE void v16_store_f16_n(uint16_t *p, v16 x, int64_t n)
+{
+    _mm256_mask_storeu_epi16(p, v16_below(n), v16_to_f16(x));
+}
+
+V16_INLINE v16 v16_add(v16 a, v16 b)
+{
+    return _mm512_add_ps(a, b);
+}
+
+V16_INLINE v16 v16_sub(v16 a, v16 b)
+{
+    return _mm512_sub_ps(a, b);
+}
+
+V16_INLINE v16 v16_mul(v16 a, v16 b)
+{
+    return _mm512_mul_ps(a, b);
+}
+
+V16_INLINE v16 v16_fma(v16 a, v16 b, v16 c)
+{
+    return _mm512_fmadd_ps(a, b, c);
+}
+
+V16_INLINE v16 v16_fma_n(v16 a, v16 b, v16 c, int64_t n)
+{
+    return _mm512_mask3_fmadd_ps(a, b, c, v16_below(n));
+}
+
+V16_INLINE v16 v16_where_gt(v16 x, v16 y, v16 a, v16 b)
+{
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, y, _CMP_GT_OQ), b, a);
+}
+
+V16_INLINE v16 v16_where_nan(v16 x, v16 a, v16 b)
+{
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), b, a);
+}
+
+V16_INLINE v16 v16_only(v16 x, int lo, int hi)
+{
+    return _mm512_mask_blend_ps((__mmask16)(v16_below(hi) & ~v16_below(lo)), _mm512_set1_ps(-INFINITY), x);
+}
+
+V16_INLINE int v16_all_le(v16 x, v16 y)
+{
+    return _mm512_cmp_ps_mask(x, y, _CMP_LE_OQ) == 0xFFFF;
+}
+
+V16_INLINE v16 v16_pow2(v16 p, v16 t)
+{
+    const __m512i bits = _mm512_add_epi32(_mm512_castps_si512(p), _mm512_slli_epi32(_mm512_castps_si512(t), 23));
+    return _mm512_castsi512_ps(_mm512_maskz_mov_epi32(_mm512_cmpgt_epi32_mask(bits, _mm512_set1_epi32(0x007FFFFF)), bits));
+}
+
+V16_INLINE float v16_first(v16 x)
+{
+    return _mm512_cvtss_f32(x);
+}
+
+V16_INLINE float v16_fold(v16 x)
+{
+    const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+
+V16_INLINE __m512 halve_pair(v16 a, v16 b)
+{
+    return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xEE));
+}
+
+V16_INLINE v16 v16_quads(v16 a, v16 b, v16 c, v16 d)
+{
+    const __m512 ab = halve_pair(a, b), cd = halve_pair(c, d);
+    return _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xDD));
+}
+
+V16_INLINE v16 v16_fold_quads(v16 p0, v16 p1, v16 p2, v16 p3)
+{
+    const __m512 x = _mm512_add_ps(_mm512_shuffle_ps(p0, p1, 0x44), _mm512_shuffle_ps(p0, p1, 0xEE));
+    const __m512 y = _mm512_add_ps(_mm512_shuffle_ps(p2, p3, 0x44), _mm512_shuffle_ps(p2, p3, 0xEE));
+    return _mm512_add_ps(_mm512_shuffle_ps(x, y, 0x88), _mm512_shuffle_ps(x, y, 0xDD));
+}
+
+#endif

@@ -1,0 +1,76 @@
+/* SPDX-License-Identifier: MIT */
+/* kv_inner.h: the block pool as the library's own code sees it: its state, and questions that leave the error slot alone.
+ *
+ * Every block has one 32-byte record, and records come into use in rising order: blocks n_touched and up were never handed out, are
+ * free, and their records are not initialised. So creating a pool writes neither block memory nor records.
+ *
+ * The index is a hash table by linear hashing: it has as many buckets as touched blocks (at least one), bucket i's head stands in record
+ * i, and each newly touched block splits one older bucket. It is never fuller than one entry a bucket, never rehashed and never
+ * holds tombstones. */
+#ifndef TL_KV_INNER_H
+#define TL_KV_INNER_H
+
+#include <stdbool.h>
+
+#include "runtime/alloc.h"
+#include "tinyllm/kv_pool.h"
+
+#define KV_NONE UINT32_MAX /* no block: ids stop below n_blocks, which is at most this */
+
+struct kv_block {
+    uint64_t hash;   /* 0: not registered */
+    uint32_t refs;   /* 0: free or cached */
+    uint32_t fill;   /* positions that hold data; 0 while free */
+    uint32_t next;   /* free: the next free block; cached: the one used next after this */
+    uint32_t prev;   /* cached: the one used last before this; used: a table entry that named it, see tl_kv_append_f32 */
+    uint32_t chain;  /* registered: the next block in the same bucket */
+    uint32_t bucket; /* of bucket number <this block's id>: its first block */
+};
+
+struct tl_kv_pool {
+    tl_kv_cfg cfg;
+    size_t slab_bytes;  /* K or V of one layer of one block */
+    size_t block_bytes;
+    unsigned char *data; /* [n_blocks] of block_bytes */
+    tl_allocator data_owner, self_owner;
+    uint32_t n_touched, bucket_mask; /* bucket_mask: the smallest 2^i - 1 that covers every bucket number */
+    uint32_t n_used, n_cached, n_evictions;
+    uint32_t free_head;      /* touched free blocks, last freed first */
+    uint32_t oldest, newest; /* cached blocks, by when they were last used */
+    struct kv_block block[]; /* [n_blocks] */
+};
+
+/* References on a block; id < n_blocks. */
+static inline uint32_t kv_refs(const tl_kv_pool *kv, uint32_t id)
+{
+    return id < kv->n_touched ? kv->block[id].refs : 0;
+}
+
+/* Whether a used block may be written in place: its one holder is the writer, and no hash vouches for its contents. */
+static inline bool kv_writable(const tl_kv_pool *kv, uint32_t id)
+{
+    return kv->block[id].refs == 1 && kv->block[id].hash == 0;
+}
+
+/* One layer's K or V slab; id and layer in range. */
+static inline void *kv_slab(const tl_kv_pool *kv, uint32_t id, uint32_t layer, bool is_v)
+{
+    return kv->data + id * kv->block_bytes + ((size_t)layer * 2 + is_v) * kv->slab_bytes;
+}
+
+/* Blocks an allocation could take. */
+static inline uint32_t kv_available(const tl_kv_pool *kv)
+{
+    return kv->cfg.n_blocks - kv->n_used;
+}
+
+/* Takes one block with one reference and fill 0, evicting where nothing is free. kv_available() > 0. */
+uint32_t kv_take(tl_kv_pool *kv);
+
+/* Enters a used, full, unregistered block under a non-zero hash, unless another block holds it: then that one's id, else `id`. */
+uint32_t kv_index_enter(tl_kv_pool *kv, uint32_t id, uint64_t hash);
+
+/* TL_EINVAL in fn's name for a NULL pool, an id out of range or a block that is not used. */
+tl_status kv_check_used(const char *fn, const tl_kv_pool *kv, uint32_t id);
+
+#endif

@@ -1,0 +1,427 @@
+/* SPDX-License-Identifier: MIT */
+/* kv_pool.c: the KV block pool: taking, sharing and giving back blocks, and the index of full ones by hash.
+ *
+ * Words. touched: handed out at least once. index: registered blocks by hash. oldest, newest: the ends of the list of cached blocks
+ * in order of last use. kv_inner.h explains the structures; kv_envelope.c holds export and import. */
+#include <string.h>
+
+#include "runtime/fail.h"
+#include "runtime/kv_inner.h"
+
+#define LARGE_DATA ((size_t)2 << 20) /* bytes from which block memory starts on a boundary of this size: a huge page */
+
+_Static_assert(sizeof(struct kv_block) == 32, "a block's record grew");
+_Static_assert(sizeof(tl_kv_cfg) == 28 && sizeof(tl_kv_stats) == 16, "layouts are ABI");
+
+/* ---- the index ---- */
+
+static uint32_t bucket_of(const tl_kv_pool *kv, uint64_t hash)
+{
+    /* Fibonacci hashing: 2^64 over the golden ratio spreads hashes that differ in any few bits over the upper half. */
+    const uint32_t mixed = (uint32_t)(((hash ^ hash >> 32) * 0x9E3779B97F4A7C15u) >> 32);
+    const uint32_t bucket = mixed & kv->bucket_mask;
+    return bucket < kv->n_touched ? bucket : bucket & kv->bucket_mask >> 1;
+}
+
+/* Where the id of the block with that hash stands, or the KV_NONE at the end of the chain it would be in. */
+static uint32_t *index_link(tl_kv_pool *kv, uint64_t hash)
+{
+    uint32_t *link = &kv->block[bucket_of(kv, hash)].bucket;
+    while (*link != KV_NONE && kv->block[*link].hash != hash)
+        link = &kv->block[*link].chain;
+    return link;
+}
+
+uint32_t kv_index_enter(tl_kv_pool *kv, uint32_t id, uint64_t hash)
+{
+    uint32_t *link = index_link(kv, hash);
+    if (*link != KV_NONE)
+        return *link;
+    kv->block[id].hash = hash;
+    kv->block[id].chain = KV_NONE;
+    *link = id;
+    return id;
+}
+
+static void index_remove(tl_kv_pool *kv, uint32_t id)
+{
+    uint32_t *link = index_link(kv, kv->block[id].hash);
+    *link = kv->block[id].chain;
+    kv->block[id].hash = 0;
+}
+
+/* Moves the blocks of bucket `from` that belong into the new bucket `to`. */
+static void split_bucket(tl_kv_pool *kv, uint32_t from, uint32_t to)
+{
+    uint32_t *link = &kv->block[from].bucket;
+    while (*link != KV_NONE) {
+        const uint32_t id = *link;
+        struct kv_block *block = &kv->block[id];
+        if (bucket_of(kv, block->hash) == to) {
+            *link = block->chain;
+            block->chain = kv->block[to].bucket;
+            kv->block[to].bucket = id;
+        } else {
+            link = &block->chain;
+        }
+    }
+}
+
+/* ---- blocks changing state ---- */
+
+/* The first untouched block, its record made and the index grown by its bucket. */
+static uint32_t touch_next(tl_kv_pool *kv)
+{
+    const uint32_t id = kv->n_touched++;
+    if (id > kv->bucket_mask)
+        kv->bucket_mask = kv->bucket_mask * 2 + 1;
+    kv->block[id] = (struct kv_block){.next = KV_NONE, .prev = KV_NONE, .chain = KV_NONE, .bucket = KV_NONE};
+    if (id > 0)
+        split_bucket(kv, id & kv->bucket_mask >> 1, id);
+    return id;
+}
+
+static void cached_append(tl_kv_pool *kv, uint32_t id)
+{
+    struct kv_block *block = &kv->block[id];
+    block->prev = kv->newest;
+    block->next = KV_NONE;
+    *(kv->newest == KV_NONE ? &kv->oldest : &kv->block[kv->newest].next) = id;
+    kv->newest = id;
+    kv->n_cached++;
+}
+
+static void cached_remove(tl_kv_pool *kv, uint32_t id)
+{
+    const struct kv_block *block = &kv->block[id];
+    *(block->prev == KV_NONE ? &kv->oldest : &kv->block[block->prev].next) = block->next;
+    *(block->next == KV_NONE ? &kv->newest : &kv->block[block->next].prev) = block->prev;
+    kv->n_cached--;
+}
+
+static uint32_t evict_oldest(tl_kv_pool *kv)
+{
+    const uint32_t id = kv->oldest;
+    cached_remove(kv, id);
+    index_remove(kv, id);
+    kv->n_evictions += kv->n_evictions != UINT32_MAX;
+    return id;
+}
+
+uint32_t kv_take(tl_kv_pool *kv)
+{
+    uint32_t id = kv->free_head;
+    if (id != KV_NONE)
+        kv->free_head = kv->block[id].next;
+    else if (kv->n_touched < kv->cfg.n_blocks)
+        id = touch_next(kv);
+    else
+        id = evict_oldest(kv);
+    kv->block[id].refs = 1;
+    kv->block[id].fill = 0;
+    kv->n_used++;
+    return id;
+}
+
+/* The last reference is gone. */
+static void retire(tl_kv_pool *kv, uint32_t id)
+{
+    kv->n_used--;
+    if (kv->block[id].hash != 0) {
+        cached_append(kv, id);
+        return;
+    }
+    kv->block[id].fill = 0;
+    kv->block[id].next = kv->free_head;
+    kv->free_head = id;
+}
+
+/* ---- making a pool ---- */
+
+static tl_status check_cfg(const char *fn, const tl_kv_cfg *cfg)
+{
+    const struct {
+        const char *name;
+        uint32_t value;
+    } dims[] = {{"n_blocks", cfg->n_blocks},
+                {"block_tokens", cfg->block_tokens},
+                {"n_layers", cfg->n_layers},
+                {"n_kv_heads", cfg->n_kv_heads},
+                {"head_dim", cfg->head_dim}};
+    for (size_t i = 0; i < sizeof dims / sizeof dims[0]; i++)
+        if (dims[i].value == 0)
+            return tl_fail(TL_EINVAL, fn, "%s is 0", dims[i].name);
+    if (cfg->format != TL_KV_FORMAT_V1)
+        return tl_fail(TL_EUNSUPPORTED, fn, "format %u; this build knows %u", cfg->format, TL_KV_FORMAT_V1);
+    if (cfg->dtype != TL_F16)
+        return tl_fail(TL_EUNSUPPORTED, fn, "dtype %d; format %u is f16 (%d)", cfg->dtype, cfg->format, TL_F16);
+    return TL_OK;
+}
+
+struct sizes {
+    size_t slab, block, data, self;
+};
+
+/* False where a size would wrap, or pass what a pointer difference can hold. */
+static bool measure(const tl_kv_cfg *cfg, struct sizes *out)
+{
+    size_t records;
+    return tl_mul_size(cfg->n_kv_heads, cfg->block_tokens, &out->slab) &&
+           tl_mul_size(out->slab, cfg->head_dim, &out->slab) && tl_mul_size(out->slab, sizeof(uint16_t), &out->slab) &&
+           tl_mul_size(out->slab, cfg->n_layers, &out->block) && tl_mul_size(out->block, 2, &out->block) &&
+           tl_mul_size(out->block, cfg->n_blocks, &out->data) && out->data <= PTRDIFF_MAX &&
+           tl_mul_size(cfg->n_blocks, sizeof(struct kv_block), &records) &&
+           tl_add_size(records, sizeof(tl_kv_pool), &out->self) && out->self <= PTRDIFF_MAX;
+}
+
+static tl_status new_pool(const char *fn, const tl_kv_cfg *cfg, const struct sizes *size, tl_kv_pool **out)
+{
+    tl_allocator self_owner, data_owner;
+    tl_kv_pool *kv = tl_owned_alloc(size->self, TL_KV_ALIGN, &self_owner);
+    if (!kv)
+        return tl_fail(TL_ENOMEM, fn, "no %zu bytes for the records of %u blocks", size->self, cfg->n_blocks);
+    void *data = tl_owned_alloc(size->data, size->data >= LARGE_DATA ? LARGE_DATA : TL_KV_ALIGN, &data_owner);
+    if (!data) {
+        tl_owned_free(&self_owner, kv);
+        return tl_fail(TL_ENOMEM, fn, "no %zu bytes for %u blocks of %zu", size->data, cfg->n_blocks, size->block);
+    }
+    *kv = (tl_kv_pool){.cfg = *cfg,
+                       .slab_bytes = size->slab,
+                       .block_bytes = size->block,
+                       .data = data,
+                       .data_owner = data_owner,
+                       .self_owner = self_owner,
+                       .free_head = KV_NONE,
+                       .oldest = KV_NONE,
+                       .newest = KV_NONE};
+    kv->block[0].bucket = KV_NONE; /* the bucket that is there before any block is touched */
+    *out = kv;
+    return TL_OK;
+}
+
+tl_status tl_kv_pool_create(const tl_kv_cfg *cfg, tl_kv_pool **out)
+{
+    static const char fn[] = "tl_kv_pool_create";
+    struct sizes size;
+    if (!out)
+        return tl_fail(TL_EINVAL, fn, "out is NULL");
+    *out = NULL;
+    if (!cfg)
+        return tl_fail(TL_EINVAL, fn, "cfg is NULL");
+    TL_TRY(check_cfg(fn, cfg));
+    if (!measure(cfg, &size))
+        return tl_fail(TL_EINVAL, fn,
+                       "%u blocks of %u tokens, %u layers, %u KV heads, head_dim %u pass the address space",
+                       cfg->n_blocks, cfg->block_tokens, cfg->n_layers, cfg->n_kv_heads, cfg->head_dim);
+    return new_pool(fn, cfg, &size, out);
+}
+
+void tl_kv_pool_destroy(tl_kv_pool *kv)
+{
+    if (!kv)
+        return;
+    const tl_allocator self_owner = kv->self_owner;
+    tl_owned_free(&kv->data_owner, kv->data);
+    tl_owned_free(&self_owner, kv);
+}
+
+/* ---- checks at the public edge ---- */
+
+static tl_status check_id(const char *fn, const tl_kv_pool *kv, uint32_t id)
+{
+    if (!kv)
+        return tl_fail(TL_EINVAL, fn, "the pool is NULL");
+    if (id >= kv->cfg.n_blocks)
+        return tl_fail(TL_EINVAL, fn, "block %u is out of range: the pool has %u", id, kv->cfg.n_blocks);
+    return TL_OK;
+}
+
+tl_status kv_check_used(const char *fn, const tl_kv_pool *kv, uint32_t id)
+{
+    TL_TRY(check_id(fn, kv, id));
+    if (kv_refs(kv, id) == 0)
+        return tl_fail(TL_EINVAL, fn, "block %u is not used: nobody holds a reference", id);
+    return TL_OK;
+}
+
+/* ---- references ---- */
+
+tl_status tl_kv_alloc(tl_kv_pool *kv, uint32_t n, uint32_t *ids)
+{
+    static const char fn[] = "tl_kv_alloc";
+    if (!kv || (!ids && n > 0))
+        return tl_fail(TL_EINVAL, fn, "%s is NULL", kv ? "ids" : "the pool");
+    if (n > kv_available(kv))
+        return tl_fail(TL_EFULL, fn, "%u blocks wanted, %u free and %u cached of %u", n,
+                       kv_available(kv) - kv->n_cached, kv->n_cached, kv->cfg.n_blocks);
+    for (uint32_t i = 0; i < n; i++)
+        ids[i] = kv_take(kv);
+    return TL_OK;
+}
+
+void tl_kv_ref(tl_kv_pool *kv, uint32_t id)
+{
+    static const char fn[] = "tl_kv_ref";
+    if (kv_check_used(fn, kv, id) != TL_OK)
+        return;
+    if (kv->block[id].refs == TL_KV_MAX_REFS)
+        (void)tl_fail(TL_EFULL, fn, "block %u has %u references, the most there can be", id, TL_KV_MAX_REFS);
+    else
+        kv->block[id].refs++;
+}
+
+tl_status tl_kv_unref(tl_kv_pool *kv, uint32_t id)
+{
+    TL_TRY(kv_check_used("tl_kv_unref", kv, id));
+    if (--kv->block[id].refs == 0)
+        retire(kv, id);
+    return TL_OK;
+}
+
+uint32_t tl_kv_refs(const tl_kv_pool *kv, uint32_t id)
+{
+    return check_id("tl_kv_refs", kv, id) == TL_OK ? kv_refs(kv, id) : 0;
+}
+
+tl_status tl_kv_cow(tl_kv_pool *kv, uint32_t id, uint32_t *out)
+{
+    static const char fn[] = "tl_kv_cow";
+    if (!out)
+        return tl_fail(TL_EINVAL, fn, "out is NULL");
+    TL_TRY(kv_check_used(fn, kv, id));
+    if (kv->block[id].refs == 1) {
+        *out = id;
+        return TL_OK;
+    }
+    if (kv_available(kv) == 0)
+        return tl_fail(TL_EFULL, fn, "no block for a copy of block %u: all %u are used", id, kv->cfg.n_blocks);
+    /* `id` is used, so it is not among those that can be evicted. The whole block moves: layers may hold more than the fill. */
+    const uint32_t copy = kv_take(kv);
+    memcpy(kv_slab(kv, copy, 0, false), kv_slab(kv, id, 0, false), kv->block_bytes);
+    kv->block[copy].fill = kv->block[id].fill;
+    kv->block[id].refs--;
+    *out = copy;
+    return TL_OK;
+}
+
+/* ---- fill, hash, index ---- */
+
+tl_status tl_kv_set_fill(tl_kv_pool *kv, uint32_t id, uint32_t n_tokens)
+{
+    static const char fn[] = "tl_kv_set_fill";
+    TL_TRY(kv_check_used(fn, kv, id));
+    if (n_tokens > kv->cfg.block_tokens)
+        return tl_fail(TL_EINVAL, fn, "fill %u of block %u: a block holds %u tokens", n_tokens, id,
+                       kv->cfg.block_tokens);
+    if (kv->block[id].hash != 0)
+        return tl_fail(TL_EINVAL, fn, "block %u is registered, its fill stays %u", id, kv->block[id].fill);
+    kv->block[id].fill = n_tokens;
+    return TL_OK;
+}
+
+uint32_t tl_kv_fill(const tl_kv_pool *kv, uint32_t id)
+{
+    if (check_id("tl_kv_fill", kv, id) != TL_OK)
+        return 0;
+    return id < kv->n_touched ? kv->block[id].fill : 0;
+}
+
+/* FNV-1a over the n_bytes low bytes of value, lowest first. */
+static uint64_t fnv1a(uint64_t hash, uint64_t value, int n_bytes)
+{
+    for (int i = 0; i < n_bytes; i++)
+        hash = (hash ^ (value >> 8 * i & 0xFF)) * 0x100000001B3u;
+    return hash;
+}
+
+uint64_t tl_kv_block_hash(uint64_t parent, const uint32_t *toks, uint32_t n)
+{
+    if (!toks && n > 0) {
+        (void)tl_fail(TL_EINVAL, "tl_kv_block_hash", "toks is NULL with n = %u", n);
+        return 0;
+    }
+    uint64_t hash = fnv1a(0xCBF29CE484222325u, parent, 8);
+    for (uint32_t i = 0; i < n; i++)
+        hash = fnv1a(hash, toks[i], 4);
+    return hash ? hash : 1;
+}
+
+tl_status tl_kv_register(tl_kv_pool *kv, uint32_t id, uint64_t hash)
+{
+    static const char fn[] = "tl_kv_register";
+    const unsigned long long shown = hash;
+    TL_TRY(kv_check_used(fn, kv, id));
+    const struct kv_block *block = &kv->block[id];
+    if (block->fill != kv->cfg.block_tokens)
+        return tl_fail(TL_EINVAL, fn, "block %u holds %u tokens of %u; only a full one has a name", id, block->fill,
+                       kv->cfg.block_tokens);
+    if (hash == 0)
+        return tl_fail(TL_EINVAL, fn, "hash 0 for block %u", id);
+    if (block->hash == hash)
+        return TL_OK;
+    if (block->hash != 0)
+        return tl_fail(TL_EINVAL, fn, "block %u is registered under 0x%016llx, not 0x%016llx", id,
+                       (unsigned long long)block->hash, shown);
+    const uint32_t holder = kv_index_enter(kv, id, hash);
+    if (holder != id)
+        return tl_fail(TL_EBUSY, fn, "hash 0x%016llx wanted for block %u belongs to block %u", shown, id, holder);
+    return TL_OK;
+}
+
+tl_status tl_kv_lookup(tl_kv_pool *kv, uint64_t hash, uint32_t *id)
+{
+    static const char fn[] = "tl_kv_lookup";
+    if (!kv || !id)
+        return tl_fail(TL_EINVAL, fn, "%s is NULL", kv ? "id" : "the pool");
+    const uint32_t found = hash == 0 ? KV_NONE : *index_link(kv, hash);
+    if (found == KV_NONE)
+        return TL_ENOTFOUND;
+    struct kv_block *block = &kv->block[found];
+    if (block->refs == TL_KV_MAX_REFS)
+        return tl_fail(TL_EFULL, fn, "block %u has %u references, the most there can be", found, TL_KV_MAX_REFS);
+    if (block->refs++ == 0) {
+        cached_remove(kv, found);
+        kv->n_used++;
+    }
+    *id = found;
+    return TL_OK;
+}
+
+/* ---- looking at a pool ---- */
+
+void *tl_kv_block_ptr(const tl_kv_pool *kv, uint32_t id, uint32_t layer, int is_v)
+{
+    static const char fn[] = "tl_kv_block_ptr";
+    if (check_id(fn, kv, id) != TL_OK)
+        return NULL;
+    if (layer >= kv->cfg.n_layers) {
+        (void)tl_fail(TL_EINVAL, fn, "layer %u is out of range: the pool has %u", layer,
+                      kv->cfg.n_layers);
+        return NULL;
+    }
+    return kv_slab(kv, id, layer, is_v != 0);
+}
+
+void tl_kv_pool_cfg(const tl_kv_pool *kv, tl_kv_cfg *out)
+{
+    if (!kv || !out)
+        (void)tl_fail(TL_EINVAL, "tl_kv_pool_cfg", "%s is NULL", kv ? "out" : "the pool");
+    else
+        *out = kv->cfg;
+}
+
+size_t tl_kv_block_bytes(const tl_kv_pool *kv)
+{
+    if (kv)
+        return kv->block_bytes;
+    (void)tl_fail(TL_EINVAL, "tl_kv_block_bytes", "the pool is NULL");
+    return 0;
+}
+
+void tl_kv_stats_get(const tl_kv_pool *kv, tl_kv_stats *out)
+{
+    if (!kv || !out)
+        (void)tl_fail(TL_EINVAL, "tl_kv_stats_get", "%s is NULL", kv ? "out" : "the pool");
+    else
+        *out = (tl_kv_stats){kv_available(kv) - kv->n_cached, kv->n_used, kv->n_cached, kv->n_evictions};
+}

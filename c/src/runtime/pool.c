@@ -1,0 +1,586 @@
+/* SPDX-License-Identifier: MIT */
+/* pool.c: fixed workers and one blocking parallel for.
+ *
+ * Words: a job is one tl_parallel_for; its ranges are claimed by number from a shared counter. The turn belongs to the thread
+ * whose job the pool runs. The gate is one word that says which job is on, whether workers may still enter it, and how many are
+ * inside. A frame says that the thread is inside a range of some pool.
+ *
+ * A job never needs a worker: the caller opens the gate, claims ranges like everybody, and closes the gate when none are left. It then
+ * waits only for the workers that are inside, so a worker that wakes late finds a closed gate and costs nobody anything. */
+#include <assert.h>
+#include <errno.h>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdalign.h>
+#include <stdatomic.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "runtime/alloc.h"
+#include "runtime/fail.h"
+#include "runtime/fpenv.h"
+#include "runtime/pool_run.h"
+
+#define CACHE_LINE 64
+
+/* Waking a sleeping thread costs some 50 us; a wait that may be shorter spins this long first. A pool with more threads than CPUs
+ * does not spin: it would keep the awaited thread from running. */
+#define SPIN_NS INT64_C(100000)
+#define SPIN_POLLS_PER_CLOCK 32
+
+/* The gate, from the low bits up. */
+#define GATE_INSIDE UINT64_C(0xFFFF) /* workers inside the job */
+#define GATE_OPEN (UINT64_C(1) << 16) /* workers may enter */
+#define GATE_STOP (UINT64_C(1) << 17) /* workers leave for good */
+#define GATE_JOB (UINT64_C(1) << 18)  /* lowest bit of the job's number, which takes the rest */
+#define GATE_NUMBER (~(GATE_JOB - 1))
+
+static_assert(TL_POOL_MAX_THREADS < GATE_INSIDE, "the gate counts every worker");
+
+/* One per pool that the thread is inside of, innermost first. The frames of a job's caller are read by the workers inside the job too, so
+ * a way back into a pool is noticed on every thread. */
+struct frame {
+    const tl_pool *pool;
+    const struct frame *outer;
+};
+
+static _Thread_local const struct frame *inside;
+
+struct job {
+    tl_range_fn fn;
+    void *ctx;
+    int64_t n, grain;
+    uint64_t n_ranges;         /* at most INT64_MAX: the counter may pass it by one per thread without wrapping */
+    const struct frame *outer; /* where its caller already was */
+};
+
+struct worker {
+    tl_pool *pool;
+    pthread_t thread;
+    int number; /* 1 .. n_threads - 1; the caller is 0 */
+};
+
+struct tl_pool {
+    /* Written by tl_pool_create before the first worker starts, constant from then on (n_started: until it returns). */
+    tl_allocator owner;
+    int n_threads, n_started;
+    int64_t spin_ns;
+    uint64_t birth; /* fork_count of the process the workers live in */
+
+    pthread_mutex_t lock; /* in that process only; a forked child touches neither it nor the conditions */
+    pthread_cond_t turn;  /* waited on by callers for their turn, by destroy for the last of them; signalled when a turn ends */
+    pthread_cond_t work;  /* waited on by idle workers; signalled when a gate opens or says stop */
+    pthread_cond_t done;  /* waited on by the thread that has the turn; signalled by the last worker out of a closed gate */
+    int callers;          /* inside tl_parallel_for, waiting ones included. Under lock. */
+    bool taken;           /* the turn. Under lock. */
+
+    /* Written by the thread that has the turn, while the gate is closed and nobody inside; read by those inside. */
+    struct job job;
+
+    /* The thread that has the turn opens and closes it, workers count themselves in (only while it is open) and out, destroy
+     * sets GATE_STOP. Whoever waits for a change announces it first (sleepers, caller_sleeps) and looks once more before it
+     * sleeps; whoever makes one looks for announcements after it. All of it sequentially consistent, so one sees the other. */
+    alignas(CACHE_LINE) _Atomic uint64_t gate;
+    _Atomic int sleepers;       /* workers in or near a wait for `work`. Written under lock. */
+    _Atomic bool caller_sleeps; /* the turn's thread is in or near a wait for `done`. Written under lock. */
+
+    alignas(CACHE_LINE) _Atomic uint64_t next_range; /* reset with `job`; each claim adds one */
+
+    /* In a forked child: fork_count of the process one of whose threads is using the pool, 0 for none. A value from another
+     * process is a leftover. */
+    alignas(CACHE_LINE) _Atomic uint64_t inherited_turn;
+
+    struct worker workers[]; /* n_threads - 1 */
+};
+
+/* ---- small words ---- */
+
+/* For calls that fail only on an object that is not a live pool's. */
+static void expect_ok(int rc)
+{
+    assert(rc == 0);
+    (void)rc;
+}
+
+static void lock(tl_pool *pool)
+{
+    expect_ok(pthread_mutex_lock(&pool->lock));
+}
+
+static void unlock(tl_pool *pool)
+{
+    expect_ok(pthread_mutex_unlock(&pool->lock));
+}
+
+static void cpu_relax(void)
+{
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("isb" ::: "memory");
+#endif
+}
+
+static int64_t now_ns(void)
+{
+    struct timespec t;
+    return clock_gettime(CLOCK_MONOTONIC, &t) == 0 ? t.tv_sec * INT64_C(1000000000) + t.tv_nsec : INT64_MAX;
+}
+
+struct spin {
+    int64_t end;
+    unsigned polls;
+};
+
+static struct spin spin_begin(const tl_pool *pool)
+{
+    return (struct spin){.end = pool->spin_ns ? now_ns() + pool->spin_ns : 0, .polls = 0};
+}
+
+/* False when the time is up. */
+static bool spin_on(struct spin *spin)
+{
+    if (spin->end == 0 || (++spin->polls % SPIN_POLLS_PER_CLOCK == 0 && now_ns() >= spin->end))
+        return false;
+    cpu_relax();
+    return true;
+}
+
+static void push_frame(struct frame *frame, const tl_pool *pool, const struct frame *outer)
+{
+    *frame = (struct frame){pool, outer};
+    inside = frame;
+}
+
+static bool is_inside(const tl_pool *pool)
+{
+    const struct frame *frame = inside;
+    while (frame && frame->pool != pool)
+        frame = frame->outer;
+    return frame != NULL;
+}
+
+/* ---- fork: a child has the caller's thread and none of the workers ---- */
+
+static _Atomic uint64_t fork_count; /* 0 in the process that made the first pool, one more in each child of the line */
+static pthread_once_t fork_once = PTHREAD_ONCE_INIT;
+static int fork_watch_error;
+
+static void count_fork(void)
+{
+    atomic_fetch_add(&fork_count, 1);
+}
+
+static void watch_forks(void)
+{
+    fork_watch_error = pthread_atfork(NULL, NULL, count_fork);
+}
+
+static bool is_inherited(const tl_pool *pool)
+{
+    return pool->birth != atomic_load_explicit(&fork_count, memory_order_relaxed);
+}
+
+/* The lock may have been held at the fork by a thread that is not here, so the turn of an inherited pool is a word of its own. It is
+ * contended only if the child starts threads that share the pool; they poll. */
+static void take_inherited_turn(tl_pool *pool)
+{
+    const uint64_t self = atomic_load(&fork_count);
+    for (;;) {
+        uint64_t holder = atomic_load(&pool->inherited_turn);
+        if (holder != self && atomic_compare_exchange_strong(&pool->inherited_turn, &holder, self))
+            return;
+        const struct timespec nap = {.tv_sec = 0, .tv_nsec = 100000};
+        nanosleep(&nap, NULL);
+    }
+}
+
+static void give_inherited_turn(tl_pool *pool)
+{
+    atomic_store(&pool->inherited_turn, 0);
+}
+
+/* ---- the ranges of a job ---- */
+
+static int64_t range_end(const struct job *job, int64_t lo)
+{
+    return job->n - lo > job->grain ? lo + job->grain : job->n;
+}
+
+static void run_in_order(const struct job *job)
+{
+    for (int64_t lo = 0, hi; lo < job->n; lo = hi) {
+        hi = range_end(job, lo);
+        job->fn(job->ctx, lo, hi, 0);
+    }
+}
+
+/* Claims ranges until none are left. A worker enters the float mode before each: the last one may have left another. */
+static void run_claimed(tl_pool *pool, int number)
+{
+    const struct job *job = &pool->job;
+    for (;;) {
+        const uint64_t k = atomic_fetch_add_explicit(&pool->next_range, 1, memory_order_relaxed);
+        if (k >= job->n_ranges)
+            return;
+        const int64_t lo = (int64_t)k * job->grain;
+        if (number != 0)
+            (void)tl_fpenv_enter();
+        job->fn(job->ctx, lo, range_end(job, lo), number);
+    }
+}
+
+/* ---- workers ---- */
+
+static bool has_news(uint64_t gate, uint64_t seen)
+{
+    return (gate & GATE_STOP) != 0 || (gate & GATE_NUMBER) != seen;
+}
+
+/* Returns when there is a job other than number `seen`, or the pool stops. */
+static void await_news(tl_pool *pool, uint64_t seen)
+{
+    for (struct spin spin = spin_begin(pool); spin_on(&spin);)
+        if (has_news(atomic_load_explicit(&pool->gate, memory_order_relaxed), seen))
+            return;
+    lock(pool);
+    atomic_fetch_add(&pool->sleepers, 1);
+    while (!has_news(atomic_load(&pool->gate), seen))
+        expect_ok(pthread_cond_wait(&pool->work, &pool->lock));
+    atomic_fetch_sub(&pool->sleepers, 1);
+    unlock(pool);
+}
+
+/* True: the worker is counted in, and `job` stays as it is until it leaves. */
+static bool enter_gate(tl_pool *pool, uint64_t *seen)
+{
+    uint64_t gate = atomic_load(&pool->gate);
+    do {
+        *seen = gate & GATE_NUMBER;
+        if ((gate & GATE_OPEN) == 0)
+            return false;
+    } while (!atomic_compare_exchange_weak(&pool->gate, &gate, gate + 1));
+    return true;
+}
+
+static void leave_gate(tl_pool *pool)
+{
+    const uint64_t gate = atomic_fetch_sub(&pool->gate, 1) - 1;
+    if ((gate & (GATE_OPEN | GATE_INSIDE)) != 0 || !atomic_load(&pool->caller_sleeps))
+        return;
+    lock(pool); /* the caller is now either waiting or has seen the gate */
+    unlock(pool);
+    expect_ok(pthread_cond_signal(&pool->done));
+}
+
+static void *worker_main(void *arg)
+{
+    const struct worker *self = arg;
+    tl_pool *pool = self->pool;
+    uint64_t seen = 0;
+    while ((atomic_load(&pool->gate) & GATE_STOP) == 0) {
+        if (enter_gate(pool, &seen)) {
+            struct frame here;
+            push_frame(&here, pool, pool->job.outer);
+            run_claimed(pool, self->number);
+            inside = NULL;
+            leave_gate(pool);
+        }
+        await_news(pool, seen);
+    }
+    return NULL;
+}
+
+/* ---- the caller ---- */
+
+static void take_turn(tl_pool *pool)
+{
+    lock(pool);
+    pool->callers++;
+    while (pool->taken)
+        expect_ok(pthread_cond_wait(&pool->turn, &pool->lock));
+    pool->taken = true;
+    unlock(pool);
+}
+
+/* The signal goes out under the lock: once the lock is free, destroy may free the pool. */
+static void give_turn(tl_pool *pool)
+{
+    lock(pool);
+    pool->taken = false;
+    pool->callers--;
+    expect_ok(pthread_cond_broadcast(&pool->turn));
+    unlock(pool);
+}
+
+/* Wakes as many sleepers as there are ranges for them. */
+static void wake_workers(tl_pool *pool, uint64_t wanted)
+{
+    if (atomic_load(&pool->sleepers) == 0)
+        return;
+    lock(pool); /* each sleeper is now either waiting or has seen the gate */
+    const uint64_t sleepers = (uint64_t)atomic_load(&pool->sleepers);
+    unlock(pool);
+    for (uint64_t i = 0; i < wanted && i < sleepers; i++)
+        expect_ok(pthread_cond_signal(&pool->work));
+}
+
+static void open_gate(tl_pool *pool, const struct job *job)
+{
+    pool->job = *job;
+    atomic_store_explicit(&pool->next_range, 0, memory_order_relaxed);
+    atomic_fetch_add(&pool->gate, GATE_JOB + GATE_OPEN); /* it was closed and empty, so this opens the next job */
+    wake_workers(pool, job->n_ranges - 1);
+}
+
+static bool is_empty(tl_pool *pool)
+{
+    return (atomic_load(&pool->gate) & GATE_INSIDE) == 0;
+}
+
+/* All ranges are claimed: lets nobody in any more, and waits until those inside have finished theirs. */
+static void close_gate(tl_pool *pool)
+{
+    atomic_fetch_and(&pool->gate, ~GATE_OPEN);
+    struct spin spin = spin_begin(pool);
+    do {
+        if (is_empty(pool))
+            return;
+    } while (spin_on(&spin));
+    lock(pool);
+    atomic_store(&pool->caller_sleeps, true);
+    while (!is_empty(pool))
+        expect_ok(pthread_cond_wait(&pool->done, &pool->lock));
+    atomic_store(&pool->caller_sleeps, false);
+    unlock(pool);
+}
+
+static void run_together(tl_pool *pool, const struct job *job)
+{
+    open_gate(pool, job);
+    run_claimed(pool, 0);
+    close_gate(pool);
+}
+
+static void run_on_pool(tl_pool *pool, const struct job *job)
+{
+    const bool inherited = is_inherited(pool);
+    (inherited ? take_inherited_turn : take_turn)(pool);
+    struct frame here;
+    push_frame(&here, pool, job->outer);
+    if (inherited || pool->n_threads == 1 || job->n_ranges == 1)
+        run_in_order(job);
+    else
+        run_together(pool, job);
+    inside = here.outer;
+    (inherited ? give_inherited_turn : give_turn)(pool);
+}
+
+/* ---- tl_parallel_for ---- */
+
+tl_status tl_pool_check(const char *fn, const tl_pool *pool)
+{
+    if (pool && is_inside(pool))
+        return tl_fail(TL_EBUSY, fn, "called from inside a range of the same pool of %d threads", pool->n_threads);
+    return TL_OK;
+}
+
+static tl_status check_job(const char *fn, int64_t n, int64_t grain, tl_range_fn range)
+{
+    if (n < 0)
+        return tl_fail(TL_EINVAL, fn, "n = %lld is negative", (long long)n);
+    if (grain < 1)
+        return tl_fail(TL_EINVAL, fn, "grain = %lld is below 1", (long long)grain);
+    if (!range)
+        return tl_fail(TL_EINVAL, fn, "the range function is NULL");
+    return TL_OK;
+}
+
+tl_status tl_pool_run(const char *fn, tl_pool *pool, int64_t n, int64_t grain, tl_range_fn range, void *ctx)
+{
+    TL_TRY(check_job(fn, n, grain, range));
+    TL_TRY(tl_pool_check(fn, pool));
+    if (n == 0)
+        return TL_OK;
+    const uint64_t n_ranges = (uint64_t)(n / grain) + (n % grain != 0);
+    const struct job job = {range, ctx, n, grain, n_ranges, inside};
+    if (pool)
+        run_on_pool(pool, &job);
+    else
+        run_in_order(&job);
+    return TL_OK;
+}
+
+tl_status tl_parallel_for(tl_pool *pool, int64_t n, int64_t grain, tl_range_fn fn, void *ctx)
+{
+    return tl_pool_run("tl_parallel_for", pool, n, grain, fn, ctx);
+}
+
+/* ---- create and destroy ---- */
+
+/* CPUs in the calling thread's affinity mask, which is what its workers inherit; at least 1. */
+static int usable_cpus(void)
+{
+    long n = 0;
+#if defined(__linux__)
+    unsigned long mask[65536 / (8 * sizeof(unsigned long))] = {0}; /* more CPUs than cpu_set_t holds: large machines exist */
+    if (sched_getaffinity(0, sizeof mask, (cpu_set_t *)(void *)mask) == 0)
+        for (size_t i = 0; i < sizeof mask / sizeof mask[0]; i++)
+            n += __builtin_popcountl(mask[i]);
+#endif
+    if (n < 1)
+        n = sysconf(_SC_NPROCESSORS_ONLN);
+    return n < 1 ? 1 : n > TL_POOL_MAX_THREADS ? TL_POOL_MAX_THREADS : (int)n;
+}
+
+/* Signals that a thread causes itself must reach it; all others belong to the threads of the program. */
+static int block_asynchronous_signals(sigset_t *before)
+{
+    static const int synchronous[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP};
+    sigset_t blocked;
+    sigfillset(&blocked);
+    for (size_t i = 0; i < sizeof synchronous / sizeof synchronous[0]; i++)
+        sigdelset(&blocked, synchronous[i]);
+    return pthread_sigmask(SIG_SETMASK, &blocked, before);
+}
+
+static int start_workers(tl_pool *pool)
+{
+    sigset_t before;
+    int rc = block_asynchronous_signals(&before);
+    if (rc != 0)
+        return rc;
+    while (rc == 0 && pool->n_started < pool->n_threads - 1) {
+        struct worker *worker = &pool->workers[pool->n_started];
+        *worker = (struct worker){.pool = pool, .number = pool->n_started + 1};
+        rc = pthread_create(&worker->thread, NULL, worker_main, worker);
+        pool->n_started += rc == 0;
+    }
+    expect_ok(pthread_sigmask(SIG_SETMASK, &before, NULL));
+    return rc;
+}
+
+static void stop_workers(tl_pool *pool)
+{
+    lock(pool);
+    atomic_fetch_or(&pool->gate, GATE_STOP);
+    expect_ok(pthread_cond_broadcast(&pool->work));
+    unlock(pool);
+    for (int i = 0; i < pool->n_started; i++)
+        expect_ok(pthread_join(pool->workers[i].thread, NULL));
+}
+
+/* The lock and the three conditions, all or none. */
+static int sync_init(tl_pool *pool)
+{
+    pthread_cond_t *const conditions[] = {&pool->turn, &pool->work, &pool->done};
+    int rc = pthread_mutex_init(&pool->lock, NULL), made = 0;
+    if (rc != 0)
+        return rc;
+    while (made < 3 && (rc = pthread_cond_init(conditions[made], NULL)) == 0)
+        made++;
+    if (rc == 0)
+        return 0;
+    while (made-- > 0)
+        expect_ok(pthread_cond_destroy(conditions[made]));
+    expect_ok(pthread_mutex_destroy(&pool->lock));
+    return rc;
+}
+
+static void sync_destroy(tl_pool *pool)
+{
+    expect_ok(pthread_cond_destroy(&pool->turn));
+    expect_ok(pthread_cond_destroy(&pool->work));
+    expect_ok(pthread_cond_destroy(&pool->done));
+    expect_ok(pthread_mutex_destroy(&pool->lock));
+}
+
+static void free_pool(tl_pool *pool)
+{
+    const tl_allocator owner = pool->owner;
+    tl_owned_free(&owner, pool);
+}
+
+static tl_pool *new_pool(int n_threads)
+{
+    const size_t bytes = sizeof(tl_pool) + (size_t)(n_threads - 1) * sizeof(struct worker);
+    tl_allocator owner;
+    tl_pool *pool = tl_owned_alloc(bytes, alignof(tl_pool), &owner);
+    if (!pool)
+        return NULL;
+    memset(pool, 0, bytes);
+    pool->owner = owner;
+    pool->n_threads = n_threads;
+    pool->spin_ns = n_threads <= usable_cpus() ? SPIN_NS : 0;
+    pool->birth = atomic_load(&fork_count);
+    return pool;
+}
+
+/* Everything of a new pool but its memory; an error number, and nothing left, where the system refuses. */
+static int bring_up(tl_pool *pool)
+{
+    int rc = sync_init(pool);
+    if (rc != 0)
+        return rc;
+    rc = start_workers(pool);
+    if (rc != 0) {
+        stop_workers(pool);
+        sync_destroy(pool);
+    }
+    return rc;
+}
+
+tl_status tl_pool_create(int n_threads, tl_pool **out)
+{
+    static const char fn[] = "tl_pool_create";
+    if (!out)
+        return tl_fail(TL_EINVAL, fn, "out is NULL");
+    *out = NULL;
+    if (n_threads < 0 || n_threads > TL_POOL_MAX_THREADS)
+        return tl_fail(TL_EINVAL, fn, "n_threads = %d is outside 0 .. %d", n_threads, TL_POOL_MAX_THREADS);
+    if (n_threads == 0)
+        n_threads = usable_cpus();
+    expect_ok(pthread_once(&fork_once, watch_forks));
+    if (fork_watch_error != 0)
+        return tl_fail(TL_EIO, fn, "fork cannot be watched: error %d", fork_watch_error);
+    tl_pool *pool = new_pool(n_threads);
+    if (!pool)
+        return tl_fail(TL_ENOMEM, fn, "the allocator hook has no memory for a pool of %d threads", n_threads);
+    const int rc = bring_up(pool);
+    if (rc != 0) {
+        const int started = pool->n_started;
+        free_pool(pool);
+        return tl_fail(TL_EIO, fn, "%d of %d workers started, the next was refused: error %d", started, n_threads - 1, rc);
+    }
+    *out = pool;
+    return TL_OK;
+}
+
+int tl_pool_threads(const tl_pool *pool)
+{
+    return pool ? pool->n_threads : 1;
+}
+
+static void await_callers(tl_pool *pool)
+{
+    lock(pool);
+    while (pool->callers > 0)
+        expect_ok(pthread_cond_wait(&pool->turn, &pool->lock));
+    unlock(pool);
+}
+
+void tl_pool_destroy(tl_pool *pool)
+{
+    if (!pool || tl_pool_check("tl_pool_destroy", pool) != TL_OK)
+        return;
+    if (is_inherited(pool)) {
+        take_inherited_turn(pool);
+    } else {
+        await_callers(pool);
+        stop_workers(pool);
+        sync_destroy(pool);
+    }
+    free_pool(pool);
+}
