@@ -70,7 +70,7 @@ test: test-c test-py ## every test: C, then Python (makes .venv)
 test-c: $(C_TESTS) ## the C tests alone; needs nothing but a C compiler
 	@tests/run_c.sh "$(RUN)" $(C_TESTS)
 
-test-py: all $(C_TESTS) .venv/stamp ## the Python tests alone
+test-py: all $(C_TESTS) .venv/test.stamp ## the Python tests alone
 	@TINYLLM_BUILD=$(B) .venv/bin/python -m pytest -q -n auto tests/L9.4
 
 asan: ## the C tests under AddressSanitizer, UBSan and the leak check
@@ -91,31 +91,31 @@ fuzz: ## libFuzzer on the import of envelopes (needs clang); SECONDS=30
 	    -o c/build/fuzz/import tests/L9.4/fuzz_import.c c/build/fuzz/libtinyllm.a $(LDLIBS)
 	@c/build/fuzz/import -max_total_time=$(or $(SECONDS),30) -max_len=4096 -print_final_stats=1 c/build/fuzz/corpus
 
-mutants: .venv/stamp ## plant each known fault in turn; every one must be killed by its test
+mutants: .venv/test.stamp ## plant each known fault in turn; every one must be killed by its test
 	@.venv/bin/python tests/L9.4/mutants/run.py $(MUTANTS)
 
-lint: .venv-dev/stamp ## mypy --strict, ruff, and the tidiness of every text
-	@.venv-dev/bin/mypy
-	@.venv-dev/bin/ruff check .
+lint: .venv/lint.stamp ## mypy --strict, ruff, and the tidiness of every text
+	@.venv/bin/mypy
+	@.venv/bin/ruff check .
 	@tests/tidy.sh
 
 .PHONY: demo
-demo: all .venv-demo/stamp ## a real language model on the library (about 100 MB to fetch, under two minutes to run)
-	@PYTHONPATH=python .venv-demo/bin/python examples/demo.py $(DEMO_ARGS)
+demo: all .venv/demo.stamp ## a real language model on the library (about 100 MB to fetch, under two minutes to run)
+	@PYTHONPATH=python .venv/bin/python examples/demo.py $(DEMO_ARGS)
 
-# Virtual environments, made once from pinned requirements: .venv tests, .venv-demo, .venv-dev.
-REQ_.venv      := requirements-test.txt
-REQ_.venv-demo := examples/requirements.txt
-REQ_.venv-dev  := requirements-dev.txt
-%/stamp: tests/make_venv.sh requirements-test.txt requirements-dev.txt examples/requirements.txt
-	@tests/make_venv.sh "$(PYTHON)" $* $(REQ_$*)
+# One virtual environment, made once; what a target needs is installed into it from pinned requirements.
+.venv/test.stamp: requirements-test.txt tests/venv.sh
+.venv/lint.stamp: requirements-dev.txt tests/venv.sh
+.venv/demo.stamp: examples/requirements.txt tests/venv.sh
+.venv/%.stamp:
+	@tests/venv.sh "$(PYTHON)" .venv $<
 	@touch $@
 
 .PHONY: help clean FORCE
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' Makefile | expand -t 16
 
-clean: ## remove what was built; the virtual environments stay
+clean: ## remove what was built; the virtual environment stays
 	rm -rf c/build
 
 -include $(OBJ:.o=.d) $(C_TESTS:=.d) $(SWEEPS:=.d)
