@@ -30,9 +30,12 @@ TL_API tl_status tl_pool_create(int n_threads, tl_pool **out);
  *
  * whatever the number of threads, and returns when all have finished; what the ranges wrote is then visible to the caller. Who runs a
  * range, and when, is open. A NULL pool runs them in rising order on the caller as worker 0. n == 0 calls nothing.
- * TL_EINVAL: n < 0, grain < 1, NULL fn. TL_EBUSY: called on `pool` from inside one of its own ranges, at once and whatever n is.
- * Threads: a second thread calling on the same pool waits for the first. Inside a range, calls on NULL or on another pool run.
- * After fork() the child runs ranges on its own thread. */
+ * TL_EINVAL, looked at first: n < 0, grain < 1, NULL fn. TL_EBUSY: called on `pool` from inside one of its own ranges, at once and
+ * whatever n is; also when the way back led through a range of another pool.
+ * Threads: a second thread calling on the same pool waits for the first. Inside a range, calls on NULL or on another pool run; two
+ * threads that enter two pools in opposite order wait for each other for ever, as with any two locks.
+ * After fork() the child runs ranges on its own thread. A child forked inside a range leaves it by _exit or exec only: the
+ * threads that run the other ranges are not there. */
 TL_API tl_status tl_parallel_for(tl_pool *pool, int64_t n, int64_t grain, tl_range_fn fn, void *ctx);
 
 /* Threads that may run ranges, the caller included; 1 for NULL. */

@@ -101,46 +101,85 @@ static void find_run(const job_t *job, struct run run, struct span span)
     }
 }
 
-static void prefetch_rows(const void *const *row, int64_t bytes)
+/* Rows of K and of V some tiles ahead, fetched into the second-level cache a line at a time while others are computed with. */
+struct ahead {
+    const void *const *key, *const *value;
+};
+
+V16_INLINE void prefetch(const void *row, int64_t d, tl_dtype dtype)
 {
-    for (int j = 0; j < 16; j++)
-        for (int64_t at = 0; at < bytes; at += 64)
-            __builtin_prefetch((const char *)row[j] + at, 0, 2);
+    __builtin_prefetch((const char *)row + d * element_bytes(dtype), 0, 2);
 }
 
 /* ---- scores ----------------------------------------------------------------------------------------------------------- */
 
-/* dot[r] = the sixteen dots of row r with the keys of a tile. Lane i of a dot sums d = i, i+16, ... in rising order; lanes past the
- * head width are left alone in the last step. */
-V16_INLINE void tile_dots(int n_rows, const struct attn_row *row, const void *const *key, int64_t dim, tl_dtype dtype, v16 *dot)
+/* One step of the dots of n_rows rows with V16_KEYS keys: elements d .. d+15 of each. */
+V16_INLINE void dot_step(int n_rows, const struct attn_row *row, const void *const *key, int64_t d, tl_dtype dtype,
+                         v16 acc[V16_ROWS][V16_KEYS])
+{
+#pragma GCC unroll 4
+    for (int k = 0; k < V16_KEYS; k++) {
+        const v16 x = load_kv(key[4 * k], d, dtype);
+#pragma GCC unroll 4
+        for (int r = 0; r < n_rows; r++)
+            acc[r][k] = v16_fma(v16_load(row[r].q + d), x, acc[r][k]);
+    }
+}
+
+V16_INLINE void dot_rest(int n_rows, const struct attn_row *row, const void *const *key, int64_t d, int64_t rest, tl_dtype dtype,
+                         v16 acc[V16_ROWS][V16_KEYS])
+{
+#pragma GCC unroll 4
+    for (int k = 0; k < V16_KEYS; k++) {
+        const v16 x = load_kv_n(key[4 * k], d, rest, dtype);
+#pragma GCC unroll 4
+        for (int r = 0; r < n_rows; r++)
+            acc[r][k] = v16_fma_n(v16_load_n(row[r].q + d, rest), x, acc[r][k], rest);
+    }
+}
+
+/* The lanes of the dots with keys key[0], key[4], ..., not folded yet. Lane i sums d = i, i+16, ... in rising order; lanes past the head
+ * width are left alone in the last step. Thirty-two elements of f16 are a cache line: the first half of a step fetches one
+ * of K ahead, the second one of V. */
+V16_INLINE void dot_lanes(int n_rows, const struct attn_row *row, const void *const *key, int64_t dim, tl_dtype dtype,
+                          const struct ahead *ahead, v16 acc[V16_ROWS][V16_KEYS])
+{
+    const int64_t whole = dim & ~(int64_t)15;
+    int64_t d = 0;
+#pragma GCC unroll 4
+    for (int r = 0; r < n_rows; r++)
+#pragma GCC unroll 4
+        for (int k = 0; k < V16_KEYS; k++)
+            acc[r][k] = v16_zero();
+    for (; d + 32 <= whole; d += 32) {
+        for (int k = 0; ahead && k < V16_KEYS; k++)
+            prefetch(ahead->key[4 * k], d, dtype);
+        dot_step(n_rows, row, key, d, dtype, acc);
+        for (int k = 0; ahead && k < V16_KEYS; k++)
+            prefetch(ahead->value[4 * k], d, dtype);
+        dot_step(n_rows, row, key, d + 16, dtype, acc);
+    }
+    if (d < whole)
+        dot_step(n_rows, row, key, d, dtype, acc);
+    if (whole < dim)
+        dot_rest(n_rows, row, key, whole, dim - whole, dtype, acc);
+}
+
+/* dot[r] = the sixteen dots of row r with the keys of a tile. */
+V16_INLINE void tile_dots(int n_rows, const struct attn_row *row, const void *const *key, int64_t dim, tl_dtype dtype,
+                          const struct ahead *ahead, v16 *dot)
 {
     v16 quad[V16_ROWS][4];
-    const int64_t whole = dim & ~(int64_t)15, rest = dim & 15;
     for (int g = 0; g < 4; g++) {
         v16 lanes[V16_ROWS][4];
+#pragma GCC unroll 4
         for (int k0 = 0; k0 < 4; k0 += V16_KEYS) {
             v16 acc[V16_ROWS][V16_KEYS];
-            for (int r = 0; r < n_rows; r++)
-                for (int k = 0; k < V16_KEYS; k++)
-                    acc[r][k] = v16_zero();
-            for (int64_t d = 0; d < whole; d += 16) {
-#pragma GCC unroll 4
-                for (int k = 0; k < V16_KEYS; k++) {
-                    const v16 x = load_kv(key[g + 4 * (k0 + k)], d, dtype);
-#pragma GCC unroll 4
-                    for (int r = 0; r < n_rows; r++)
-                        acc[r][k] = v16_fma(v16_load(row[r].q + d), x, acc[r][k]);
-                }
-            }
-            if (rest) {
-#pragma GCC unroll 4
-                for (int k = 0; k < V16_KEYS; k++) {
-                    const v16 x = load_kv_n(key[g + 4 * (k0 + k)], whole, rest, dtype);
-#pragma GCC unroll 4
-                    for (int r = 0; r < n_rows; r++)
-                        acc[r][k] = v16_fma_n(v16_load_n(row[r].q + whole, rest), x, acc[r][k], rest);
-                }
-            }
+            const int j = g + 4 * k0;
+            if (ahead)
+                dot_lanes(n_rows, row, key + j, dim, dtype, &(struct ahead){ahead->key + j, ahead->value + j}, acc);
+            else
+                dot_lanes(n_rows, row, key + j, dim, dtype, NULL, acc);
 #pragma GCC unroll 4
             for (int r = 0; r < n_rows; r++)
 #pragma GCC unroll 4
@@ -186,7 +225,12 @@ V16_INLINE void score_rows(const job_t *job, int r0, int n_rows, struct run run,
 {
     work_t *work = job->work;
     v16 dot[V16_ROWS];
-    tile_dots(n_rows, job->row + r0, work->key + (t - run.first) * 16, job->view->head_dim, dtype, dot);
+    const int64_t at = (t - run.first) * 16, next = at + ATTN_AHEAD * 16;
+    const struct ahead ahead = {work->key + next, work->value + next};
+    if (r0 == 0)
+        tile_dots(n_rows, job->row, work->key + at, job->view->head_dim, dtype, &ahead, dot);
+    else
+        tile_dots(n_rows, job->row + r0, work->key + at, job->view->head_dim, dtype, NULL, dot);
     for (int r = 0; r < n_rows; r++) {
         const struct attn_row *row = &job->row[r0 + r];
         const int lo = (int)min64(max64(row->lo - t * 16, 0), 16), hi = (int)min64(max64(row->hi - t * 16, 0), 16);
@@ -197,11 +241,7 @@ V16_INLINE void score_rows(const job_t *job, int r0, int n_rows, struct run run,
 
 V16_INLINE void score_run(const job_t *job, struct run run, tl_dtype dtype)
 {
-    const int64_t row_bytes = job->view->head_dim * element_bytes(dtype);
     for (int64_t t = run.first; t < run.end; t++) {
-        const int64_t ahead = (t - run.first + ATTN_AHEAD) * 16;
-        prefetch_rows(job->work->key + ahead, row_bytes);
-        prefetch_rows(job->work->value + ahead, row_bytes);
 #define SCORE_BLOCK(r, n) score_rows(job, r, n, run, t, dtype)
         EACH_ROW_BLOCK(job->n_rows, SCORE_BLOCK);
     }

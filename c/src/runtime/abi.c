@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: MIT */
 /* abi.c: the names of the status codes, the error slot, and where memory comes from.
  *
- * Words: the slot is the calling thread's last error; the hook is the allocator in force; the default hook puts a tag of two
- * words in front of every piece it hands out, which says how the piece goes back. */
+ * Words: the slot is the calling thread's last error; the hook is the allocator in force; the default hook puts a tag of
+ * two words in front of every piece it hands out, which says how the piece goes back. */
 #include <assert.h>
 #include <stdarg.h>
 #include <stdio.h>

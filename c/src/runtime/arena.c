@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: MIT */
 /* arena.c: bump allocation in a list of blocks that only grows.
  *
- * Words: the position is (current block, its offset); blocks before the current one keep the offset at which they were left,
- * blocks after it are empty. A request goes to the first block from the current one on that holds it, and to a new block at the
- * end of the list where none does. Blocks neither move nor leave before the arena does, so the same requests from the same
- * position always find the same places. */
+ * Words: the position is (current block, its offset); blocks before the current one keep the offset at which they were
+ * left, blocks after it are empty. A request goes to the first block from the current one on that holds it, and to a new
+ * block at the end of the list where none does. Blocks neither move nor leave before the arena does, so the same requests
+ * from the same position always find the same places. */
 #include <assert.h>
 #include <stdalign.h>
 
@@ -207,7 +207,7 @@ void tl_arena_reset_to(tl_arena *arena, tl_arena_mark mark)
         return;
     for (; arena->current->number > mark.block; arena->current = arena->current->prev)
         release_down_to(arena, 0);
-    /* A mark that is no longer one (an earlier reset passed it) may lie past where its block was left: nothing to release. */
+    /* A mark that an earlier reset has passed may lie beyond where its block was left since: nothing to release. */
     if (mark.offset < arena->current->offset)
         release_down_to(arena, mark.offset);
 }

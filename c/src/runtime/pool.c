@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: MIT */
 /* pool.c: fixed workers and one blocking parallel for.
  *
- * Words: a job is one tl_parallel_for; its ranges are claimed by number from a shared counter. The turn belongs to the thread
- * whose job the pool runs. The gate is one word that says which job is on, whether workers may still enter it, and how many are
- * inside. A frame says that the thread is inside a range of some pool.
+ * Words: a job is one tl_parallel_for; its ranges are claimed by number from a shared counter. The turn belongs to the
+ * thread whose job the pool runs. The gate is one word that says which job is on, whether workers may still enter it, and
+ * how many are inside. A frame says that the thread is inside a range of some pool.
  *
- * A job never needs a worker: the caller opens the gate, claims ranges like everybody, and closes the gate when none are left. It then
- * waits only for the workers that are inside, so a worker that wakes late finds a closed gate and costs nobody anything. */
+ * A job never needs a worker: the caller opens the gate, claims ranges like everybody, and closes the gate when none are
+ * left. It then waits only for the workers that are inside, so a worker that wakes late finds a closed gate and costs
+ * nobody anything. */
 #include <assert.h>
-#include <errno.h>
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
@@ -25,8 +25,8 @@
 
 #define CACHE_LINE 64
 
-/* Waking a sleeping thread costs some 50 us; a wait that may be shorter spins this long first. A pool with more threads than CPUs
- * does not spin: it would keep the awaited thread from running. */
+/* Waking a sleeping thread costs some 50 us; a wait that may be shorter spins this long first. A pool with more threads
+ * than CPUs does not spin: it would keep the awaited thread from running. */
 #define SPIN_NS INT64_C(100000)
 #define SPIN_POLLS_PER_CLOCK 32
 
@@ -39,8 +39,8 @@
 
 static_assert(TL_POOL_MAX_THREADS < GATE_INSIDE, "the gate counts every worker");
 
-/* One per pool that the thread is inside of, innermost first. The frames of a job's caller are read by the workers inside the job too, so
- * a way back into a pool is noticed on every thread. */
+/* One per pool that the thread is inside of, innermost first. The frames of a job's caller are read by the workers inside
+ * the job too, so a way back into a pool is noticed on every thread. */
 struct frame {
     const tl_pool *pool;
     const struct frame *outer;
@@ -52,7 +52,7 @@ struct job {
     tl_range_fn fn;
     void *ctx;
     int64_t n, grain;
-    uint64_t n_ranges;         /* at most INT64_MAX: the counter may pass it by one per thread without wrapping */
+    uint64_t n_ranges;         /* at most INT64_MAX: each thread may push the counter one past it, nothing wraps */
     const struct frame *outer; /* where its caller already was */
 };
 
@@ -70,26 +70,27 @@ struct tl_pool {
     uint64_t birth; /* fork_count of the process the workers live in */
 
     pthread_mutex_t lock; /* in that process only; a forked child touches neither it nor the conditions */
-    pthread_cond_t turn;  /* waited on by callers for their turn, by destroy for the last of them; signalled when a turn ends */
-    pthread_cond_t work;  /* waited on by idle workers; signalled when a gate opens or says stop */
-    pthread_cond_t done;  /* waited on by the thread that has the turn; signalled by the last worker out of a closed gate */
+    pthread_cond_t turn;  /* a turn has ended: awaited by callers, and by destroy for the last of them */
+    pthread_cond_t work;  /* the gate has opened or says stop: awaited by idle workers */
+    pthread_cond_t done;  /* the last worker has left a closed gate: awaited by the thread that has the turn */
     int callers;          /* inside tl_parallel_for, waiting ones included. Under lock. */
     bool taken;           /* the turn. Under lock. */
 
     /* Written by the thread that has the turn, while the gate is closed and nobody inside; read by those inside. */
     struct job job;
 
-    /* The thread that has the turn opens and closes it, workers count themselves in (only while it is open) and out, destroy
-     * sets GATE_STOP. Whoever waits for a change announces it first (sleepers, caller_sleeps) and looks once more before it
-     * sleeps; whoever makes one looks for announcements after it. All of it sequentially consistent, so one sees the other. */
+    /* The thread that has the turn opens and closes it, workers count themselves in (only while it is open) and out,
+     * destroy sets GATE_STOP. Whoever waits for a change announces it first (sleepers, caller_sleeps) and looks once more
+     * before it sleeps; whoever makes one looks for announcements after it. All of that is sequentially consistent, so
+     * one sees the other. */
     alignas(CACHE_LINE) _Atomic uint64_t gate;
     _Atomic int sleepers;       /* workers in or near a wait for `work`. Written under lock. */
     _Atomic bool caller_sleeps; /* the turn's thread is in or near a wait for `done`. Written under lock. */
 
     alignas(CACHE_LINE) _Atomic uint64_t next_range; /* reset with `job`; each claim adds one */
 
-    /* In a forked child: fork_count of the process one of whose threads is using the pool, 0 for none. A value from another
-     * process is a leftover. */
+    /* In a forked child: fork_count of the process one of whose threads is using the pool, 0 for none. A value from
+     * another process is a leftover. */
     alignas(CACHE_LINE) _Atomic uint64_t inherited_turn;
 
     struct worker workers[]; /* n_threads - 1 */
@@ -126,7 +127,8 @@ static void cpu_relax(void)
 static int64_t now_ns(void)
 {
     struct timespec t;
-    return clock_gettime(CLOCK_MONOTONIC, &t) == 0 ? t.tv_sec * INT64_C(1000000000) + t.tv_nsec : INT64_MAX;
+    expect_ok(clock_gettime(CLOCK_MONOTONIC, &t));
+    return t.tv_sec * INT64_C(1000000000) + t.tv_nsec;
 }
 
 struct spin {
@@ -183,8 +185,8 @@ static bool is_inherited(const tl_pool *pool)
     return pool->birth != atomic_load_explicit(&fork_count, memory_order_relaxed);
 }
 
-/* The lock may have been held at the fork by a thread that is not here, so the turn of an inherited pool is a word of its own. It is
- * contended only if the child starts threads that share the pool; they poll. */
+/* The lock may have been held at the fork by a thread that is not here, so the turn of an inherited pool is a word of its
+ * own. It is contended only if the child starts threads that share the pool; they poll. */
 static void take_inherited_turn(tl_pool *pool)
 {
     const uint64_t self = atomic_load(&fork_count);
@@ -425,7 +427,7 @@ static int usable_cpus(void)
 {
     long n = 0;
 #if defined(__linux__)
-    unsigned long mask[65536 / (8 * sizeof(unsigned long))] = {0}; /* more CPUs than cpu_set_t holds: large machines exist */
+    unsigned long mask[65536 / (8 * sizeof(unsigned long))] = {0}; /* large machines have more CPUs than cpu_set_t */
     if (sched_getaffinity(0, sizeof mask, (cpu_set_t *)(void *)mask) == 0)
         for (size_t i = 0; i < sizeof mask / sizeof mask[0]; i++)
             n += __builtin_popcountl(mask[i]);
@@ -552,7 +554,7 @@ tl_status tl_pool_create(int n_threads, tl_pool **out)
     if (rc != 0) {
         const int started = pool->n_started;
         free_pool(pool);
-        return tl_fail(TL_EIO, fn, "%d of %d workers started, the next was refused: error %d", started, n_threads - 1, rc);
+        return tl_fail(TL_EIO, fn, "refused with error %d after %d of %d workers had started", rc, started, n_threads - 1);
     }
     *out = pool;
     return TL_OK;
