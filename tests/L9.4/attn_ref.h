@@ -596,7 +596,7 @@ static inline struct ref_row flash_row(const struct flash *f, int64_t b, int64_t
         free(want_row_);                                                                                   \
     } while (0)
 
-/* ---- instruction sets, pools, hooks ---- */
+/* ---- instruction sets, pools ---- */
 
 /* The kernels in force when the program began, TINYLLM_ISA included: what isa_restore goes back to. */
 static inline void isa_restore(void)
@@ -622,34 +622,6 @@ static inline tl_pool *make_threads(int n)
     tl_pool *tp = NULL;
     CHECK_STATUS(tl_pool_create(n, &tp), TL_OK);
     return tp;
-}
-
-/* An allocator that counts, and refuses once `left` requests have been granted (negative: never). */
-struct hook {
-    int64_t calls, left;
-};
-
-static inline void *hook_alloc(void *user, size_t n, size_t align)
-{
-    struct hook *h = user;
-    h->calls++;
-    if (h->left == 0)
-        return NULL;
-    h->left--;
-    void *p = NULL;
-    return posix_memalign(&p, align < sizeof(void *) ? sizeof(void *) : align, n) == 0 ? p : NULL;
-}
-
-static inline void hook_free(void *user, void *p)
-{
-    (void)user;
-    free(p);
-}
-
-static inline void hook_install(struct hook *h)
-{
-    const tl_allocator a = {hook_alloc, hook_free, h};
-    CHECK_STATUS(tl_set_allocator(&a), TL_OK);
 }
 
 /* ---- messages ---- */

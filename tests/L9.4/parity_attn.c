@@ -215,7 +215,7 @@ TEST(random_shapes)
         if (round % 8 == 0)
             s.ctx[0] = 1 + (round * 131) % 2300;
         while (work(&s) > rounds(200000, 1000000) && s.H > s.Hkv)
-            s.H = s.H / s.Hkv / 2 * s.Hkv + (s.H / s.Hkv == 1 ? s.Hkv : 0);
+            s.H = s.H / s.Hkv / 2 * s.Hkv;
         check_shape(&s, round % 5);
     }
 }

@@ -13,10 +13,11 @@
 
 TEST(status_codes_have_their_values_and_names)
 {
-    static const char *const names[] = {"TL_OK",    "TL_EINVAL",    "TL_ENOMEM",  "TL_ESHAPE", "TL_EDTYPE",       "TL_EFULL",
-                                        "TL_ENOTFOUND", "TL_EFORMAT", "TL_EBUSY",  "TL_EUNSUPPORTED", "TL_EIO"};
-    const tl_status values[] = {TL_OK,    TL_EINVAL,    TL_ENOMEM,   TL_ESHAPE, TL_EDTYPE,       TL_EFULL,
-                                TL_ENOTFOUND, TL_EFORMAT, TL_EBUSY, TL_EUNSUPPORTED, TL_EIO};
+    static const char *const names[] = {"TL_OK",    "TL_EINVAL", "TL_ENOMEM",    "TL_ESHAPE",  "TL_EDTYPE",
+                                        "TL_EFULL", "TL_ENOTFOUND", "TL_EFORMAT", "TL_EBUSY", "TL_EUNSUPPORTED",
+                                        "TL_EIO"};
+    const tl_status values[] = {TL_OK,        TL_EINVAL,   TL_ENOMEM, TL_ESHAPE,       TL_EDTYPE, TL_EFULL,
+                                TL_ENOTFOUND, TL_EFORMAT, TL_EBUSY,  TL_EUNSUPPORTED, TL_EIO};
     for (int i = 0; i < 11; i++) {
         CHECK(values[i] == i, "%s is %d, want %d", names[i], values[i], i);
         CHECK(strcmp(tl_status_str(i), names[i]) == 0, "status %d is called %s, want %s", i, tl_status_str(i), names[i]);
@@ -214,7 +215,8 @@ TEST(alloc_refuses_bad_requests_without_asking_the_hook)
         void *p = tl_alloc(bad[i].n, bad[i].align);
         tl_set_allocator(NULL);
         CHECK(p == NULL && seen.allocs == 0, "n=%zu align=%zu was served", bad[i].n, bad[i].align);
-        CHECK(strstr(tl_last_error(), bad[i].says) == tl_last_error(), "\"%s\", want \"%s...\"", tl_last_error(), bad[i].says);
+        CHECK(strstr(tl_last_error(), bad[i].says) == tl_last_error(), "\"%s\", want \"%s...\"", tl_last_error(),
+              bad[i].says);
     }
 }
 
@@ -225,8 +227,8 @@ TEST(alloc_says_what_a_failing_hook_was_asked)
     void *p = tl_alloc(123, 64);
     hook_remove();
     CHECK(p == NULL && hook.failed == 1, "served");
-    CHECK(strncmp(tl_last_error(), "tl_alloc: ", 10) == 0 && strstr(tl_last_error(), "123") && strstr(tl_last_error(), "64"),
-          "\"%s\"", tl_last_error());
+    CHECK(strncmp(tl_last_error(), "tl_alloc: ", 10) == 0, "\"%s\"", tl_last_error());
+    CHECK(strstr(tl_last_error(), "123") && strstr(tl_last_error(), "64"), "\"%s\"", tl_last_error());
 }
 
 TEST(free_of_null_asks_nobody_and_leaves_the_slot)
@@ -296,8 +298,8 @@ TEST(default_pieces_are_aligned_writable_and_apart)
             p[i][0] = p[i][sizes[i] / 2] = p[i][sizes[i] - 1] = (unsigned char)(i + 1);
         }
         for (int i = 0; i < N_SIZES; i++) {
-            CHECK(p[i][0] == i + 1 && p[i][sizes[i] / 2] == i + 1 && p[i][sizes[i] - 1] == i + 1, "n=%zu align=%zu overwritten",
-                  sizes[i], align);
+            CHECK(p[i][0] == i + 1 && p[i][sizes[i] / 2] == i + 1 && p[i][sizes[i] - 1] == i + 1,
+                  "n=%zu align=%zu overwritten", sizes[i], align);
             tl_free(p[i]);
         }
     }
@@ -324,17 +326,18 @@ static size_t memory_now(int field)
     return pages[field] * (size_t)sysconf(_SC_PAGESIZE);
 }
 
-/* Half a tebibyte fits no ordinary machine's memory. Sanitizers keep a shadow of what is written, hence the loose bound. */
+/* Twice what the machine has. Sanitizers and emulators keep books on it, hence the loose bound. */
 TEST(default_hook_reserves_large_pieces_without_committing_them)
 {
-    const size_t n = (size_t)1 << 39, space = memory_now(0), resident = memory_now(1);
+    const size_t n = 2 * (size_t)sysconf(_SC_PHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE);
+    const size_t space = memory_now(0), resident = memory_now(1);
     char *p = tl_alloc(n, 64);
     CHECK(p, "%s", tl_last_error());
     for (size_t at = 0; at < n; at += n / 16 + 12345)
         p[at] = (char)(at >> 20);
     for (size_t at = 0; at < n; at += n / 16 + 12345)
         CHECK(p[at] == (char)(at >> 20), "byte %zu is %d", at, p[at]);
-    CHECK(memory_now(1) - resident < (size_t)64 << 20, "%zu bytes committed", memory_now(1) - resident);
+    CHECK(memory_now(1) - resident < n / 32, "%zu bytes committed", memory_now(1) - resident);
     CHECK(memory_now(0) - space >= n, "only %zu bytes reserved", memory_now(0) - space);
     tl_free(p);
     CHECK(memory_now(0) < space + n / 2, "the address space is still taken");

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /* test_flash_attn.c: attention over contiguous K and V: its values, its bits, its scratch, and what it refuses. */
 #include "attn_ref.h"
+#include "hook.h"
 
 /* Random tensors for a shape, in guarded memory; o and lse painted. */
 static struct flash flash_make(int64_t B, int64_t H, int64_t Hkv, int64_t Tq, int64_t Tk, int64_t D, uint64_t seed)
@@ -513,73 +514,49 @@ TEST(scratch_does_not_grow_with_the_context)
     tl_pool_destroy(tp);
 }
 
-/* One call with every request refused from the `granted`-th on: either it asked for nothing and is right, or it is TL_ENOMEM
- * with nothing written. Whether it asked. */
-static bool refused_and_harmless(struct flash *f, int64_t granted, const char *what)
+/* One call whose k-th request of memory is refused, as are all later ones. Either it asks for less and is right, or it is TL_ENOMEM with
+ * nothing written and the arena, where there is one, at its mark. Whether it was refused. */
+static bool refused_and_harmless(const struct flash *f, bool with_arena, long k)
 {
-    float *want = floats(flash_rows(f) * f->D);
-    flash_run(f);
-    memcpy(want, f->o, (size_t)(flash_rows(f) * f->D) * sizeof *want);
-    repaint(f->o, flash_rows(f) * f->D), repaint(f->lse, flash_rows(f));
-    tl_arena *arena = NULL;
-    struct hook h = {0, granted + 1}; /* and one for the arena itself */
-    hook_install(&h);
-    if (f->scratch)
-        CHECK_STATUS(tl_arena_create(64, &arena), TL_OK);
-    else
-        h.left = granted;
+    const int64_t n = flash_rows(f) * f->D;
     struct flash call = *f;
-    call.scratch = arena;
-    h.calls = 0;
+    struct hook hook;
+    if (with_arena)
+        CHECK_STATUS(tl_arena_create(64, &call.scratch), TL_OK);
+    repaint(f->o, n), repaint(f->lse, flash_rows(f));
+    hook_install(&hook, k);
     const tl_status got = flash_call(&call);
-    CHECK_STATUS(tl_set_allocator(NULL), TL_OK);
-    if (got == TL_OK)
-        CHECK(h.calls <= granted && same_bits(f->o, want, flash_rows(f) * f->D), "%s: TL_OK after %lld calls", what, (long long)h.calls);
-    else
-        CHECK(got == TL_ENOMEM && error_names("tl_flash_attn_fwd_f32") && all_paint(f->o, flash_rows(f) * f->D) &&
-                  all_paint(f->lse, flash_rows(f)) && h.calls > granted,
-              "%s: %s \"%s\"", what, tl_status_str(got), tl_last_error());
-    if (arena) {
-        const tl_arena_mark mark = tl_arena_mark_get(arena);
-        CHECK(mark.offset == 0 && mark.block == 0, "%s: mark %zu:%zu", what, mark.block, mark.offset);
+    hook_remove();
+    if (hook.failed == 0) {
+        CHECK(got == TL_OK, "nothing was refused: %s \"%s\"", tl_status_str(got), tl_last_error());
+        CHECK_FLASH(f, "with %ld requests", hook.calls);
+    } else {
+        CHECK(got == TL_ENOMEM && error_names("tl_flash_attn_fwd_f32"), "request %ld: %s \"%s\"", k, tl_status_str(got), tl_last_error());
+        CHECK(all_paint(f->o, n) && all_paint(f->lse, flash_rows(f)), "request %ld: something was written", k);
     }
-    tl_arena_destroy(arena);
-    free(want);
-    return got != TL_OK;
+    if (with_arena) {
+        const tl_arena_mark mark = tl_arena_mark_get(call.scratch);
+        CHECK(mark.offset == 0 && mark.block == 0, "request %ld: mark %zu:%zu", k, mark.block, mark.offset);
+        tl_arena_destroy(call.scratch);
+    } else {
+        CHECK(hook.live == 0, "request %ld: %ld pieces were kept", k, hook.live);
+    }
+    return hook.failed > 0;
 }
 
 TEST(scratch_that_cannot_grow_is_enomem_and_writes_nothing)
 {
-    tl_arena *any = NULL;
-    CHECK_STATUS(tl_arena_create(0, &any), TL_OK);
     tl_pool *tp = make_threads(3);
     for (size_t i = 0; i < N_SCRATCH; i++)
         for (int variant = 0; variant < 4; variant++) {
             struct flash f = scratch_case(i);
-            f.scratch = variant % 2 ? any : NULL, f.tp = variant / 2 ? tp : NULL;
-            int64_t granted = 0;
-            while (refused_and_harmless(&f, granted, variant % 2 ? "an arena" : "no arena"))
-                CHECK(++granted < 50, "still refused after %lld requests", (long long)granted);
+            f.tp = variant / 2 ? tp : NULL;
+            long k = 1;
+            while (refused_and_harmless(&f, variant % 2, k))
+                CHECK(++k < 50, "request %ld was refused, too", k);
             flash_free(&f);
         }
     tl_pool_destroy(tp);
-    tl_arena_destroy(any);
-}
-
-/* A private scratch is given back, whatever the outcome. */
-TEST(a_private_scratch_is_given_back)
-{
-    for (size_t i = 0; i < N_SCRATCH; i++) {
-        struct flash f = scratch_case(i);
-        struct hook h = {0, -1};
-        hook_install(&h);
-        flash_run(&f);
-        const int64_t once = h.calls;
-        flash_run(&f);
-        CHECK_STATUS(tl_set_allocator(NULL), TL_OK);
-        CHECK(h.calls == 2 * once, "case %zu: %lld calls, then %lld", i, (long long)once, (long long)(h.calls - once));
-        flash_free(&f); /* leaks are the sanitizer's to find: every piece came from malloc */
-    }
 }
 
 /* ---- what is refused ---- */
@@ -675,7 +652,7 @@ FAULT(lse_in_v, x->f.lse = x->all + AT_V + 3)
 FAULT(o_meets_sinks, x->f.sinks = x->all + AT_O + 7)
 FAULT(lse_meets_sinks, x->f.sinks = x->f.lse + flash_rows(&x->f) - 1)
 FAULT(uneven_heads, x->f.H = 3)
-FAULT(more_kv_heads, x->f.Hkv = 8)
+FAULT(fewer_heads, x->f.H = 1)
 FAULT(foreign_isa, (void)x; tl_kernels_select("abacus"))
 FAULT(from_inside, x->inside = true)
 
@@ -719,7 +696,7 @@ static const struct fault {
     F(o_meets_sinks, 0, TL_EINVAL, o_meets_sinks, UNSAID),
     F(lse_meets_sinks, 0, TL_EINVAL, lse_meets_sinks, UNSAID),
     F(uneven_heads, 10, TL_ESHAPE, uneven_heads, 3),
-    F(more_kv_heads, 10, TL_ESHAPE, more_kv_heads, 8),
+    F(fewer_heads, 10, TL_ESHAPE, fewer_heads, BAD_HKV),
     F(foreign_isa, 20, TL_EUNSUPPORTED, foreign_isa, UNSAID),
     F(from_inside, 30, TL_EBUSY, from_inside, UNSAID),
 };
@@ -773,10 +750,10 @@ TEST(busy_comes_before_memory)
     struct bad x;
     bad_fresh(&x, all, tp);
     x.inside = true;
-    struct hook refuse = {0, 0};
-    hook_install(&refuse);
+    struct hook refuse;
+    hook_install(&refuse, 1);
     const tl_status got = bad_run(&x);
-    CHECK_STATUS(tl_set_allocator(NULL), TL_OK);
+    hook_remove();
     CHECK(got == TL_EBUSY && all_paint(all + AT_O, AT_SINKS - AT_O), "%s", tl_status_str(got));
     tl_pool_destroy(tp);
     guarded_free(all, BAD_SIZE * sizeof *all);

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /* test_paged_attn.c: one decode step over a paged cache: its values, its bits, and what it refuses. */
 #include "attn_ref.h"
+#include "hook.h"
 
 /* ---- values ---- */
 
@@ -463,14 +464,14 @@ TEST(decode_allocates_nothing)
         const struct paged_spec spec = {.B = 2, .H = 32, .Hkv = 1, .D = widths[i], .block_tokens = 16, .ctx = {70, 1030}, .seed = 95};
         struct paged c = paged_make(&spec);
         float *want = paged_want(&c);
-        struct hook refuse = {0, 0};
-        hook_install(&refuse);
+        struct hook refuse;
+        hook_install(&refuse, 1);
         paged_run(&c, NULL);
         CHECK_PAGED(&c, want, "serial, D %lld", (long long)widths[i]);
         paged_run(&c, tp);
         CHECK_PAGED(&c, want, "pooled, D %lld", (long long)widths[i]);
-        CHECK_STATUS(tl_set_allocator(NULL), TL_OK);
-        CHECK(refuse.calls == 0, "%lld calls of the hook", (long long)refuse.calls);
+        hook_remove();
+        CHECK(refuse.calls == 0, "%ld calls of the hook", refuse.calls);
         free(want);
         paged_free(&c);
     }

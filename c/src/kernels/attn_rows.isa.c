@@ -103,6 +103,7 @@ static void find_run(const job_t *job, struct run run, struct span span)
 
 /* Rows of K and of V some tiles ahead, fetched into the second-level cache a line at a time while others are computed with. */
 struct ahead {
+    bool wanted;
     const void *const *key, *const *value;
 };
 
@@ -142,7 +143,7 @@ V16_INLINE void dot_rest(int n_rows, const struct attn_row *row, const void *con
  * width are left alone in the last step. Thirty-two elements of f16 are a cache line: the first half of a step fetches one
  * of K ahead, the second one of V. */
 V16_INLINE void dot_lanes(int n_rows, const struct attn_row *row, const void *const *key, int64_t dim, tl_dtype dtype,
-                          const struct ahead *ahead, v16 acc[V16_ROWS][V16_KEYS])
+                          struct ahead ahead, v16 acc[V16_ROWS][V16_KEYS])
 {
     const int64_t whole = dim & ~(int64_t)15;
     int64_t d = 0;
@@ -152,11 +153,11 @@ V16_INLINE void dot_lanes(int n_rows, const struct attn_row *row, const void *co
         for (int k = 0; k < V16_KEYS; k++)
             acc[r][k] = v16_zero();
     for (; d + 32 <= whole; d += 32) {
-        for (int k = 0; ahead && k < V16_KEYS; k++)
-            prefetch(ahead->key[4 * k], d, dtype);
+        for (int k = 0; ahead.wanted && k < V16_KEYS; k++)
+            prefetch(ahead.key[4 * k], d, dtype);
         dot_step(n_rows, row, key, d, dtype, acc);
-        for (int k = 0; ahead && k < V16_KEYS; k++)
-            prefetch(ahead->value[4 * k], d, dtype);
+        for (int k = 0; ahead.wanted && k < V16_KEYS; k++)
+            prefetch(ahead.value[4 * k], d, dtype);
         dot_step(n_rows, row, key, d + 16, dtype, acc);
     }
     if (d < whole)
@@ -167,7 +168,7 @@ V16_INLINE void dot_lanes(int n_rows, const struct attn_row *row, const void *co
 
 /* dot[r] = the sixteen dots of row r with the keys of a tile. */
 V16_INLINE void tile_dots(int n_rows, const struct attn_row *row, const void *const *key, int64_t dim, tl_dtype dtype,
-                          const struct ahead *ahead, v16 *dot)
+                          struct ahead ahead, v16 *dot)
 {
     v16 quad[V16_ROWS][4];
     for (int g = 0; g < 4; g++) {
@@ -176,10 +177,7 @@ V16_INLINE void tile_dots(int n_rows, const struct attn_row *row, const void *co
         for (int k0 = 0; k0 < 4; k0 += V16_KEYS) {
             v16 acc[V16_ROWS][V16_KEYS];
             const int j = g + 4 * k0;
-            if (ahead)
-                dot_lanes(n_rows, row, key + j, dim, dtype, &(struct ahead){ahead->key + j, ahead->value + j}, acc);
-            else
-                dot_lanes(n_rows, row, key + j, dim, dtype, NULL, acc);
+            dot_lanes(n_rows, row, key + j, dim, dtype, (struct ahead){ahead.wanted, ahead.key + j, ahead.value + j}, acc);
 #pragma GCC unroll 4
             for (int r = 0; r < n_rows; r++)
 #pragma GCC unroll 4
@@ -195,17 +193,23 @@ V16_INLINE void tile_dots(int n_rows, const struct attn_row *row, const void *co
         dot[r] = v16_fold_quads(quad[r][0], quad[r][1], quad[r][2], quad[r][3]);
 }
 
-/* One row takes in the scores s of a tile, of which it sees slots lo .. hi-1: raises m, adds exp(s - m) to l and leaves it in *score.
+/* Where the scores of row r and tile t of a run stand, and then their exponentials. */
+static inline float *score_of(work_t *work, struct run run, int r, int64_t t)
+{
+    return work->score + (r * (run.end - run.first) + (t - run.first)) * 16;
+}
+
+/* One row takes in the scores of a tile, of which it sees slots lo .. hi-1: raises m, adds exp(s - m) to l and leaves it in place of s.
  * Where m does not rise nothing is rescaled. A tile that leaves m at -inf counts for nothing. */
-static inline void absorb_tile(work_t *work, int r, int64_t tile, v16 s, int lo, int hi, float *score)
+static void absorb_tile(work_t *work, int r, int64_t tile, float *score, int lo, int hi)
 {
     work->alpha[r][tile] = 1;
     work->seen[r][tile].lo = work->seen[r][tile].hi = 0;
     if (lo >= hi)
         return;
+    v16 s = v16_load(score), sum = v16_load(work->sum[r]);
     if (hi - lo < 16)
         s = v16_only(s, lo, hi);
-    v16 sum = v16_load(work->sum[r]);
     if (__builtin_expect(!v16_all_le(s, v16_set1(work->split_max[r])), 0)) {
         const float m = canon_max(work->split_max[r], s), alpha = canon_exp1(work->split_max[r] - m);
         sum = v16_mul(sum, v16_set1(alpha));
@@ -221,52 +225,60 @@ static inline void absorb_tile(work_t *work, int r, int64_t tile, v16 s, int lo,
     work->seen[r][tile].hi = (uint8_t)hi;
 }
 
-V16_INLINE void score_rows(const job_t *job, int r0, int n_rows, struct run run, int64_t t, tl_dtype dtype)
+static void absorb_tiles(const job_t *job, struct run run, int64_t t)
+{
+    for (int r = 0; r < job->n_rows; r++) {
+        const struct attn_row *row = &job->row[r];
+        const int lo = (int)min64(max64(row->lo - t * 16, 0), 16), hi = (int)min64(max64(row->hi - t * 16, 0), 16);
+        absorb_tile(job->work, r, t % ATTN_SPLIT_TILES, score_of(job->work, run, r, t), lo, hi);
+    }
+}
+
+V16_INLINE void score_block(const job_t *job, int r0, int n_rows, struct run run, int64_t t, tl_dtype dtype)
 {
     work_t *work = job->work;
     v16 dot[V16_ROWS];
     const int64_t at = (t - run.first) * 16, next = at + ATTN_AHEAD * 16;
-    const struct ahead ahead = {work->key + next, work->value + next};
-    if (r0 == 0)
-        tile_dots(n_rows, job->row, work->key + at, job->view->head_dim, dtype, &ahead, dot);
-    else
-        tile_dots(n_rows, job->row + r0, work->key + at, job->view->head_dim, dtype, NULL, dot);
-    for (int r = 0; r < n_rows; r++) {
-        const struct attn_row *row = &job->row[r0 + r];
-        const int lo = (int)min64(max64(row->lo - t * 16, 0), 16), hi = (int)min64(max64(row->hi - t * 16, 0), 16);
-        float *score = work->score + ((r0 + r) * (run.end - run.first) + (t - run.first)) * 16;
-        absorb_tile(work, r0 + r, t % ATTN_SPLIT_TILES, v16_mul(v16_set1(job->scale), dot[r]), lo, hi, score);
-    }
+    const struct ahead ahead = {r0 == 0, work->key + next, work->value + next};
+    tile_dots(n_rows, job->row + r0, work->key + at, job->view->head_dim, dtype, ahead, dot);
+#pragma GCC unroll 4
+    for (int r = 0; r < n_rows; r++)
+        v16_store(score_of(work, run, r0 + r, t), v16_mul(v16_set1(job->scale), dot[r]));
 }
 
 V16_INLINE void score_run(const job_t *job, struct run run, tl_dtype dtype)
 {
     for (int64_t t = run.first; t < run.end; t++) {
-#define SCORE_BLOCK(r, n) score_rows(job, r, n, run, t, dtype)
+#define SCORE_BLOCK(r, n) score_block(job, r, n, run, t, dtype)
         EACH_ROW_BLOCK(job->n_rows, SCORE_BLOCK);
+        absorb_tiles(job, run, t);
     }
 }
 
 /* ---- values ----------------------------------------------------------------------------------------------------------- */
 
-/* acc[r][c] for rows r0 .. r0+n_rows-1 and n_vec vectors of columns from c on (the last one `width` < 16 wide where n_vec is 1) takes in
- * the values of a run: rescaled by each tile's alpha, then plus score * v for the seen slots in rising order. */
-V16_INLINE void add_values(const job_t *job, int r0, int n_rows, struct run run, int64_t first_column, int64_t columns, int64_t c,
-                           int n_vec, int64_t width, tl_dtype dtype)
+/* Where the values of a block of rows go: acc holds `stride` floats a row, for columns `first` and up. */
+struct columns {
+    int64_t first, width, stride;
+};
+
+/* n_vec vectors of columns from c on (the last `n` < 16 wide where n_vec is 1) of rows r0 .. r0+n_rows-1 take in the values of a run:
+ * rescaled by each tile's alpha, then plus score * v for the seen slots in rising order. The rows see the same slots. */
+V16_INLINE void add_values(const job_t *job, int r0, int n_rows, struct run run, struct columns columns, int64_t c, int n_vec, int64_t n,
+                           tl_dtype dtype)
 {
     work_t *work = job->work;
+    float *at = work->acc + r0 * columns.stride + c;
     v16 acc[V16_ROWS][V16_COLS];
 #pragma GCC unroll 4
     for (int r = 0; r < n_rows; r++)
 #pragma GCC unroll 4
         for (int i = 0; i < n_vec; i++)
-            acc[r][i] = v16_load(work->acc + (r0 + r) * columns + c + 16 * i);
+            acc[r][i] = v16_load(at + r * columns.stride + 16 * i);
     for (int64_t t = run.first; t < run.end; t++) {
         const int64_t tile = t % ATTN_SPLIT_TILES;
         const void *const *value = work->value + (t - run.first) * 16;
         const float *score[V16_ROWS];
-        int lo = 16, hi = 0;
-        bool alike = true;
 #pragma GCC unroll 4
         for (int r = 0; r < n_rows; r++) {
             const float alpha = work->alpha[r0 + r][tile];
@@ -274,58 +286,71 @@ V16_INLINE void add_values(const job_t *job, int r0, int n_rows, struct run run,
 #pragma GCC unroll 4
                 for (int i = 0; i < n_vec; i++)
                     acc[r][i] = v16_mul(acc[r][i], v16_set1(alpha));
-            score[r] = work->score + ((r0 + r) * (run.end - run.first) + (t - run.first)) * 16;
-            alike &= work->seen[r0 + r][tile].lo == work->seen[r0][tile].lo && work->seen[r0 + r][tile].hi == work->seen[r0][tile].hi;
+            score[r] = score_of(work, run, r0 + r, t);
         }
-        lo = work->seen[r0][tile].lo, hi = work->seen[r0][tile].hi;
-        if (alike) {
-            for (int j = lo; j < hi; j++) {
-                v16 v[V16_COLS];
+        for (int j = work->seen[r0][tile].lo; j < work->seen[r0][tile].hi; j++) {
+            v16 v[V16_COLS];
 #pragma GCC unroll 4
-                for (int i = 0; i < n_vec; i++)
-                    v[i] = width == 16 ? load_kv(value[j], first_column + c + 16 * i, dtype)
-                                       : load_kv_n(value[j], first_column + c, width, dtype);
-#pragma GCC unroll 4
-                for (int r = 0; r < n_rows; r++)
-#pragma GCC unroll 4
-                    for (int i = 0; i < n_vec; i++)
-                        acc[r][i] = v16_fma(v16_set1(score[r][j]), v[i], acc[r][i]);
-            }
-        } else {
+            for (int i = 0; i < n_vec; i++)
+                v[i] = n_vec > 1 || n == 16 ? load_kv(value[j], columns.first + c + 16 * i, dtype)
+                                            : load_kv_n(value[j], columns.first + c, n, dtype);
 #pragma GCC unroll 4
             for (int r = 0; r < n_rows; r++)
-                for (int j = work->seen[r0 + r][tile].lo; j < work->seen[r0 + r][tile].hi; j++)
 #pragma GCC unroll 4
-                    for (int i = 0; i < n_vec; i++) {
-                        const v16 v = width == 16 ? load_kv(value[j], first_column + c + 16 * i, dtype)
-                                                  : load_kv_n(value[j], first_column + c, width, dtype);
-                        acc[r][i] = v16_fma(v16_set1(score[r][j]), v, acc[r][i]);
-                    }
+                for (int i = 0; i < n_vec; i++)
+                    acc[r][i] = v16_fma(v16_set1(score[r][j]), v[i], acc[r][i]);
         }
     }
 #pragma GCC unroll 4
     for (int r = 0; r < n_rows; r++)
 #pragma GCC unroll 4
         for (int i = 0; i < n_vec; i++)
-            v16_store(work->acc + (r0 + r) * columns + c + 16 * i, acc[r][i]);
+            v16_store(at + r * columns.stride + 16 * i, acc[r][i]);
 }
 
-/* Columns first_column .. first_column+width-1 of a block of rows; acc has `columns` floats a row. */
-V16_INLINE void add_columns(const job_t *job, int r0, int n_rows, struct run run, int64_t first_column, int64_t width,
-                            int64_t columns, tl_dtype dtype)
+/* All columns of a block of rows. */
+V16_INLINE void add_columns(const job_t *job, int r0, int n_rows, struct run run, struct columns columns, tl_dtype dtype)
 {
     int64_t c = 0;
-    for (; c + 16 * V16_COLS <= width; c += 16 * V16_COLS)
-        add_values(job, r0, n_rows, run, first_column, columns, c, V16_COLS, 16, dtype);
-    for (; c + 16 <= width; c += 16)
-        add_values(job, r0, n_rows, run, first_column, columns, c, 1, 16, dtype);
-    if (c < width)
-        add_values(job, r0, n_rows, run, first_column, columns, c, 1, width - c, dtype);
+    for (; c + 16 * V16_COLS <= columns.width; c += 16 * V16_COLS)
+        add_values(job, r0, n_rows, run, columns, c, V16_COLS, 16, dtype);
+    for (; c < columns.width; c += 16)
+        add_values(job, r0, n_rows, run, columns, c, 1, min64(16, columns.width - c), dtype);
 }
 
-V16_INLINE void add_run(const job_t *job, struct run run, int64_t first_column, int64_t width, int64_t columns, tl_dtype dtype)
+/* Whether rows r0 .. r0+n_rows-1 see the same slots of every tile of a run. */
+static bool see_alike(const work_t *work, int r0, int n_rows, struct run run)
 {
-#define ADD_BLOCK(r, n) add_columns(job, r, n, run, first_column, width, columns, dtype)
+    for (int r = r0 + 1; r < r0 + n_rows; r++)
+        if (memcmp(work->seen[r] + run.first % ATTN_SPLIT_TILES, work->seen[r0] + run.first % ATTN_SPLIT_TILES,
+                   (size_t)(run.end - run.first) * sizeof work->seen[0][0]) != 0)
+            return false;
+    return true;
+}
+
+/* The same, a row at a time: out of line, because it is rare. */
+static __attribute__((noinline)) void add_rows_apart(const job_t *job, int r0, int n_rows, struct run run, struct columns columns)
+{
+    for (int r = r0; r < r0 + n_rows; r++) {
+        if (job->view->dtype == TL_F32)
+            add_columns(job, r, 1, run, columns, TL_F32);
+        else
+            add_columns(job, r, 1, run, columns, TL_F16);
+    }
+}
+
+/* Rows that see different slots, as at the edge of a causal mask, go one by one. */
+V16_INLINE void add_block(const job_t *job, int r0, int n_rows, struct run run, struct columns columns, tl_dtype dtype)
+{
+    if (n_rows == 1 || see_alike(job->work, r0, n_rows, run))
+        add_columns(job, r0, n_rows, run, columns, dtype);
+    else
+        add_rows_apart(job, r0, n_rows, run, columns);
+}
+
+V16_INLINE void add_run(const job_t *job, struct run run, struct columns columns, tl_dtype dtype)
+{
+#define ADD_BLOCK(r, n) add_block(job, r, n, run, columns, dtype)
     EACH_ROW_BLOCK(job->n_rows, ADD_BLOCK);
 }
 
@@ -363,18 +388,18 @@ static void join_split(const job_t *job)
     }
 }
 
-/* out = the split's values, or x_scale * out + y_scale * values, over `width` columns from first_column on. */
-static void join_columns(const job_t *job, int64_t first_column, int64_t width, int64_t columns)
+/* out = the split's values, or x_scale * out + y_scale * values. */
+static void join_columns(const job_t *job, struct columns columns)
 {
     const work_t *work = job->work;
     for (int r = 0; r < job->n_rows; r++) {
         if (work->join[r] == JOIN_KEEP)
             continue;
-        float *out = job->row[r].out + first_column;
-        const float *acc = work->acc + r * columns;
+        float *out = job->row[r].out + columns.first;
+        const float *acc = work->acc + r * columns.stride;
         const v16 x_scale = v16_set1(work->x_scale[r]), y_scale = v16_set1(work->y_scale[r]);
-        for (int64_t c = 0; c < width; c += 16) {
-            const int64_t n = min64(16, width - c);
+        for (int64_t c = 0; c < columns.width; c += 16) {
+            const int64_t n = min64(16, columns.width - c);
             v16 y = v16_load(acc + c);
             if (work->join[r] == JOIN_BLEND)
                 y = v16_fma(x_scale, v16_load_n(out + c, n), v16_mul(y_scale, y));
@@ -386,30 +411,31 @@ static void join_columns(const job_t *job, int64_t first_column, int64_t width, 
 /* All columns together, run by run. */
 V16_INLINE void narrow_split(const job_t *job, struct run split, struct span span, tl_dtype dtype)
 {
-    const int64_t dim = job->view->head_dim, columns = (dim + 15) / 16 * 16;
-    memset(job->work->acc, 0, (size_t)(job->n_rows * columns) * sizeof(float));
+    const int64_t dim = job->view->head_dim;
+    const struct columns all = {0, dim, (dim + 15) / 16 * 16};
+    memset(job->work->acc, 0, (size_t)(job->n_rows * all.stride) * sizeof(float));
     for (int64_t t = split.first; t < split.end; t += ATTN_RUN_TILES) {
         const struct run run = {t, min64(t + ATTN_RUN_TILES, split.end)};
         find_run(job, run, span);
         score_run(job, run, dtype);
-        add_run(job, run, 0, dim, columns, dtype);
+        add_run(job, run, all, dtype);
     }
     join_split(job);
-    join_columns(job, 0, dim, columns);
+    join_columns(job, all);
 }
 
 /* Scores of the whole split first, then the columns in pieces that fit. */
 V16_INLINE void wide_split(const job_t *job, struct run split, struct span span, tl_dtype dtype)
 {
-    const int64_t dim = job->view->head_dim, columns = ATTN_ACC / ATTN_ROW_BLOCK;
+    const int64_t dim = job->view->head_dim, stride = ATTN_ACC / ATTN_ROW_BLOCK;
     find_run(job, split, span);
     score_run(job, split, dtype);
     join_split(job);
-    for (int64_t first = 0; first < dim; first += columns) {
-        const int64_t width = min64(columns, dim - first);
+    for (int64_t first = 0; first < dim; first += stride) {
+        const struct columns piece = {first, min64(stride, dim - first), stride};
         memset(job->work->acc, 0, sizeof job->work->acc);
-        add_run(job, split, first, width, columns, dtype);
-        join_columns(job, first, width, columns);
+        add_run(job, split, piece, dtype);
+        join_columns(job, piece);
     }
 }
 

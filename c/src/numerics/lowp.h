@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: MIT */
 /* lowp.h: the small formats, one float at a time: f16, bf16, e4m3 and e5m2 from and to f32.
  *
- * Everything works on words: a sign, and a magnitude whose order is that of the numbers. Nothing here rounds in a float register
- * (the one product is exact, its operands and result zero or normal), so no float mode reaches these functions and they raise no
- * flag. All are free of branches once compiled, and a loop over one of them vectorises. */
+ * Everything works on words: a sign, and a magnitude whose order is that of the numbers. Nothing here rounds in a float
+ * register (the one product is exact, its operands and result zero or normal), so no float mode reaches these functions and
+ * they raise no flag. A loop over one of them vectorises. */
 #ifndef TL_LOWP_H
 #define TL_LOWP_H
 

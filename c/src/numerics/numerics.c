@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* numerics.c: the public edge of numerics.h. Single conversions are lowp.h as it stands; arrays, and exp, are checked here and run on
- * the instruction set in use. */
+/* numerics.c: the public edge of numerics.h. Single conversions are lowp.h as it stands; arrays, and exp, are checked here and
+ * run on the instruction set in use. */
 #include "tinyllm/numerics.h"
 
 #include "kernels/kernels.h"

@@ -30,7 +30,12 @@
 #include <stdint.h>
 #include <string.h>
 
+/* Operations on registers must be inlined whatever the compiler thinks; arrays are better left to its judgement. */
+#if defined(TL_ISA_avx512) || defined(TL_ISA_avx2) || defined(TL_ISA_neon)
 #define V16_INLINE static inline __attribute__((always_inline, unused))
+#else
+#define V16_INLINE static inline __attribute__((unused))
+#endif
 
 #if defined(TL_ISA_avx512)
 #include "vec_avx512.h"

@@ -152,7 +152,8 @@ struct envelope {
     const unsigned char *records;
 };
 
-/* Measures a record by the header's own dimensions, which may be anything; whether n_blocks of them fill exactly `room` bytes. */
+/* Measures a record by the header's own dimensions, which may be anything; whether n_blocks of them fill exactly `room` bytes. A product
+ * that wraps is no size, even where a later 0 would hide it. */
 static bool records_fill(struct envelope *e, uint64_t room)
 {
     const uint32_t dims[] = {e->cfg.block_tokens, e->cfg.n_layers, e->cfg.n_kv_heads, e->cfg.head_dim};
@@ -241,13 +242,13 @@ static void take_in(tl_kv_pool *kv, const struct envelope *e, uint32_t *ids_out)
 {
     const unsigned char *p = e->records;
     for (uint32_t i = 0; i < e->cfg.n_blocks; i++)
-        ids_out[i] = kv_take(kv);
+        ids_out[i] = tl_kv_take(kv);
     for (uint32_t i = 0; i < e->cfg.n_blocks; i++, p += e->record) {
         const uint64_t hash = load64(p);
         kv->block[ids_out[i]].fill = load32(p + 8);
         memcpy(kv_slab(kv, ids_out[i], 0, false), p + TL_KV_RECORD_HEADER, kv->block_bytes);
         if (hash != 0)
-            (void)kv_index_enter(kv, ids_out[i], hash); /* an earlier holder stays */
+            (void)tl_kv_index_enter(kv, ids_out[i], hash); /* an earlier holder stays */
     }
 }
 

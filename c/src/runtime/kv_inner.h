@@ -65,12 +65,12 @@ static inline uint32_t kv_available(const tl_kv_pool *kv)
 }
 
 /* Takes one block with one reference and fill 0, evicting where nothing is free. kv_available() > 0. */
-uint32_t kv_take(tl_kv_pool *kv);
+uint32_t tl_kv_take(tl_kv_pool *kv);
 
 /* Enters a used, full, unregistered block under a non-zero hash, unless another block holds it: then that one's id, else `id`. */
-uint32_t kv_index_enter(tl_kv_pool *kv, uint32_t id, uint64_t hash);
+uint32_t tl_kv_index_enter(tl_kv_pool *kv, uint32_t id, uint64_t hash);
 
 /* TL_EINVAL in fn's name for a NULL pool, an id out of range or a block that is not used. */
-tl_status kv_check_used(const char *fn, const tl_kv_pool *kv, uint32_t id);
+tl_status tl_kv_check_used(const char *fn, const tl_kv_pool *kv, uint32_t id);
 
 #endif

@@ -32,7 +32,7 @@ static uint32_t *index_link(tl_kv_pool *kv, uint64_t hash)
     return link;
 }
 
-uint32_t kv_index_enter(tl_kv_pool *kv, uint32_t id, uint64_t hash)
+uint32_t tl_kv_index_enter(tl_kv_pool *kv, uint32_t id, uint64_t hash)
 {
     uint32_t *link = index_link(kv, hash);
     if (*link != KV_NONE)
@@ -108,7 +108,7 @@ static uint32_t evict_oldest(tl_kv_pool *kv)
     return id;
 }
 
-uint32_t kv_take(tl_kv_pool *kv)
+uint32_t tl_kv_take(tl_kv_pool *kv)
 {
     uint32_t id = kv->free_head;
     if (id != KV_NONE)
@@ -236,7 +236,7 @@ static tl_status check_id(const char *fn, const tl_kv_pool *kv, uint32_t id)
     return TL_OK;
 }
 
-tl_status kv_check_used(const char *fn, const tl_kv_pool *kv, uint32_t id)
+tl_status tl_kv_check_used(const char *fn, const tl_kv_pool *kv, uint32_t id)
 {
     TL_TRY(check_id(fn, kv, id));
     if (kv_refs(kv, id) == 0)
@@ -255,14 +255,14 @@ tl_status tl_kv_alloc(tl_kv_pool *kv, uint32_t n, uint32_t *ids)
         return tl_fail(TL_EFULL, fn, "%u blocks wanted, %u free and %u cached of %u", n,
                        kv_available(kv) - kv->n_cached, kv->n_cached, kv->cfg.n_blocks);
     for (uint32_t i = 0; i < n; i++)
-        ids[i] = kv_take(kv);
+        ids[i] = tl_kv_take(kv);
     return TL_OK;
 }
 
 void tl_kv_ref(tl_kv_pool *kv, uint32_t id)
 {
     static const char fn[] = "tl_kv_ref";
-    if (kv_check_used(fn, kv, id) != TL_OK)
+    if (tl_kv_check_used(fn, kv, id) != TL_OK)
         return;
     if (kv->block[id].refs == TL_KV_MAX_REFS)
         (void)tl_fail(TL_EFULL, fn, "block %u has %u references, the most there can be", id, TL_KV_MAX_REFS);
@@ -272,7 +272,7 @@ void tl_kv_ref(tl_kv_pool *kv, uint32_t id)
 
 tl_status tl_kv_unref(tl_kv_pool *kv, uint32_t id)
 {
-    TL_TRY(kv_check_used("tl_kv_unref", kv, id));
+    TL_TRY(tl_kv_check_used("tl_kv_unref", kv, id));
     if (--kv->block[id].refs == 0)
         retire(kv, id);
     return TL_OK;
@@ -288,7 +288,7 @@ tl_status tl_kv_cow(tl_kv_pool *kv, uint32_t id, uint32_t *out)
     static const char fn[] = "tl_kv_cow";
     if (!out)
         return tl_fail(TL_EINVAL, fn, "out is NULL");
-    TL_TRY(kv_check_used(fn, kv, id));
+    TL_TRY(tl_kv_check_used(fn, kv, id));
     if (kv->block[id].refs == 1) {
         *out = id;
         return TL_OK;
@@ -296,7 +296,7 @@ tl_status tl_kv_cow(tl_kv_pool *kv, uint32_t id, uint32_t *out)
     if (kv_available(kv) == 0)
         return tl_fail(TL_EFULL, fn, "no block for a copy of block %u: all %u are used", id, kv->cfg.n_blocks);
     /* `id` is used, so it is not among those that can be evicted. The whole block moves: layers may hold more than the fill. */
-    const uint32_t copy = kv_take(kv);
+    const uint32_t copy = tl_kv_take(kv);
     memcpy(kv_slab(kv, copy, 0, false), kv_slab(kv, id, 0, false), kv->block_bytes);
     kv->block[copy].fill = kv->block[id].fill;
     kv->block[id].refs--;
@@ -309,7 +309,7 @@ tl_status tl_kv_cow(tl_kv_pool *kv, uint32_t id, uint32_t *out)
 tl_status tl_kv_set_fill(tl_kv_pool *kv, uint32_t id, uint32_t n_tokens)
 {
     static const char fn[] = "tl_kv_set_fill";
-    TL_TRY(kv_check_used(fn, kv, id));
+    TL_TRY(tl_kv_check_used(fn, kv, id));
     if (n_tokens > kv->cfg.block_tokens)
         return tl_fail(TL_EINVAL, fn, "fill %u of block %u: a block holds %u tokens", n_tokens, id,
                        kv->cfg.block_tokens);
@@ -350,7 +350,7 @@ tl_status tl_kv_register(tl_kv_pool *kv, uint32_t id, uint64_t hash)
 {
     static const char fn[] = "tl_kv_register";
     const unsigned long long shown = hash;
-    TL_TRY(kv_check_used(fn, kv, id));
+    TL_TRY(tl_kv_check_used(fn, kv, id));
     const struct kv_block *block = &kv->block[id];
     if (block->fill != kv->cfg.block_tokens)
         return tl_fail(TL_EINVAL, fn, "block %u holds %u tokens of %u; only a full one has a name", id, block->fill,
@@ -362,7 +362,7 @@ tl_status tl_kv_register(tl_kv_pool *kv, uint32_t id, uint64_t hash)
     if (block->hash != 0)
         return tl_fail(TL_EINVAL, fn, "block %u is registered under 0x%016llx, not 0x%016llx", id,
                        (unsigned long long)block->hash, shown);
-    const uint32_t holder = kv_index_enter(kv, id, hash);
+    const uint32_t holder = tl_kv_index_enter(kv, id, hash);
     if (holder != id)
         return tl_fail(TL_EBUSY, fn, "hash 0x%016llx wanted for block %u belongs to block %u", shown, id, holder);
     return TL_OK;
@@ -373,7 +373,7 @@ tl_status tl_kv_lookup(tl_kv_pool *kv, uint64_t hash, uint32_t *id)
     static const char fn[] = "tl_kv_lookup";
     if (!kv || !id)
         return tl_fail(TL_EINVAL, fn, "%s is NULL", kv ? "id" : "the pool");
-    const uint32_t found = hash == 0 ? KV_NONE : *index_link(kv, hash);
+    const uint32_t found = *index_link(kv, hash); /* 0 is no registered block's */
     if (found == KV_NONE)
         return TL_ENOTFOUND;
     struct kv_block *block = &kv->block[found];

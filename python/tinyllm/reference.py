@@ -1,0 +1,572 @@
+# SPDX-License-Identifier: MIT
+"""The arithmetic of libtinyllm, numerics version 1, as runnable numpy: the definition of every bit.
+
+It shares no code with the C library, which must equal it bit for bit on every instruction set. Read it from
+top to bottom: one rounding (:func:`fma32`), exp and log, sixteen lanes, a row of attention, and then what the
+library exports.
+
+Words:
+
+- **lane**: one of sixteen float32, whatever the registers of the machine. ``fold`` makes one number of them.
+- **tile**: sixteen consecutive positions, [16 t, 16 t + 16); **split**: 1024 of them. Both are anchored at
+  absolute position 0 and depend on nothing else: no block size, batch, thread count or length reaches them.
+- **state**: what some positions contribute to a row, unnormalised: the largest score m, the sum L of
+  exp(s - m), and a[D], the sum of exp(s - m) * v.
+
+Every operation is one IEEE float32 operation rounded to nearest even, with subnormals kept; a multiply-add
+rounds once. Positions a row does not see and lanes past the head width are skipped, never multiplied by zero.
+A NaN result is written as 0x7FC00000. Arrays are float32 unless said otherwise; the exported functions raise
+TypeError for another dtype, nothing is cast.
+
+Everything works on many rows at once, in the leading axes: no row ever looks at another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+F16 = npt.NDArray[np.float16]
+F32 = npt.NDArray[np.float32]
+I64 = npt.NDArray[np.int64]
+Bool = npt.NDArray[np.bool_]
+
+NUMERICS_VERSION: Final = 1
+LANES: Final = 16
+TILE: Final = 16
+SPLIT: Final = 1024
+
+NAN: Final = np.uint32(0x7FC00000).view(np.float32)
+ZERO: Final = np.float32(0)
+ONE: Final = np.float32(1)
+INF: Final = np.float32(np.inf)
+
+# Where a function below ignores floating-point errors, inf - inf and the like are part of the arithmetic.
+
+
+def _hex(text: str) -> np.float32:
+    value: np.float32 = np.float32(float.fromhex(text))  # each of them is a float32: no rounding happens here
+    return value
+
+
+# exp and log: the constants of c/src/numerics/coef.h, where the bounds they reach are stated.
+EXP_OVERFLOW: Final = _hex("0x1.62e42ep+6")  # the largest x whose e^x rounds to a finite float
+EXP_LOWEST: Final = np.float32(-104)  # far below where results become +0
+EXP_LOG2E: Final = _hex("0x1.715476p+0")
+EXP_LN2_HI: Final = _hex("0x1.62e4p-1")
+EXP_LN2_LO: Final = _hex("0x1.7f7d1cp-20")
+EXP_C2: Final = _hex("0x1.ffffe6p-2")
+EXP_C3: Final = _hex("0x1.5553e2p-3")
+EXP_C4: Final = _hex("0x1.555e46p-5")
+EXP_C5: Final = _hex("0x1.128b74p-7")
+EXP_C6: Final = _hex("0x1.6969eap-10")
+
+LOG_SQRT_HALF: Final = np.uint32(0x3F3504F3).view(np.float32)
+LOG_LN2_HI: Final = EXP_LN2_HI
+LOG_LN2_LO: Final = EXP_LN2_LO
+LOG_C2: Final = _hex("-0x1.fffff8p-2")
+LOG_C3: Final = _hex("0x1.55555p-2")
+LOG_C4: Final = _hex("-0x1.000438p-2")
+LOG_C5: Final = _hex("0x1.99a428p-3")
+LOG_C6: Final = _hex("-0x1.542402p-3")
+LOG_C7: Final = _hex("0x1.226b2ap-3")
+LOG_C8: Final = _hex("-0x1.0f4f0ep-3")
+LOG_C9: Final = _hex("0x1.087e6p-3")
+LOG_C10: Final = _hex("-0x1.383ebcp-4")
+
+
+def require(x: npt.ArrayLike, dtype: type[np.generic], name: str) -> Array:
+    """``x`` as an array of exactly ``dtype``, or TypeError."""
+    array = np.asarray(x)
+    if array.dtype != dtype:
+        raise TypeError(f"{name}: expected {np.dtype(dtype)}, got {array.dtype}")
+    return array
+
+
+def canonical(x: F32) -> F32:
+    """The same values with every NaN written as 0x7FC00000."""
+    return np.where(np.isnan(x), NAN, x)
+
+
+# --- one rounding -------------------------------------------------------------------------------------------
+
+
+@np.errstate(all="ignore")
+def fma32(a: F32 | np.float32, b: F32 | np.float32, c: F32 | np.float32) -> F32:
+    """a * b + c with one rounding to float32, elementwise with broadcasting.
+
+    The product of two float32 is exact in float64. Adding c may not be, but the error of that addition is a
+    float64 itself (TwoSum), so the sum can be rounded to odd: cut towards zero, with the last bit set where
+    anything was cut. Rounding that once more, to float32, gives what rounding the exact sum would: the last
+    bit keeps it off every tie that is not one, and float64 has more than the two spare bits this takes.
+    """
+    product = np.multiply(a, b, dtype=np.float64)
+    addend = np.asarray(c, dtype=np.float64)
+    total = np.asarray(product + addend)
+    part = total - product
+    error = (product - (total - part)) + (addend - part)  # product + addend == total + error, exactly
+
+    inexact = np.isfinite(total) & (error != 0)  # an infinity or NaN is already the result
+    rounded_away = inexact & ((error < 0) != (total < 0))
+    bits = total.view(np.int64)
+    odd = np.where(inexact, (bits - rounded_away) | 1, bits)
+    return odd.view(np.float64).astype(np.float32)
+
+
+def maximum(x: F32, y: F32) -> F32:
+    """The larger of two, NaN if either is; the first where they are equal (+0 and -0 are)."""
+    return np.where(np.isnan(x) | (y <= x), x, y)
+
+
+# --- exp and log --------------------------------------------------------------------------------------------
+
+
+def _polynomial(x: F32, *coefficients: np.float32) -> F32:
+    """Horner's scheme by fma; the coefficient of the highest power comes first."""
+    p = np.full_like(x, coefficients[0])
+    for c in coefficients[1:]:
+        p = fma32(p, x, c)
+    return p
+
+
+@np.errstate(all="ignore")
+def exp32(x: F32) -> F32:
+    """e^x = 2^k * e^r with k = x * log2(e) rounded to an integer, ties to even, r the rest.
+
+    +inf above EXP_OVERFLOW; +0 wherever p * 2^k < 2^-126, p being the rounded polynomial; 1 at both zeros;
+    NaN at NaN.
+    """
+    y = np.where((x >= EXP_LOWEST) & (x <= EXP_OVERFLOW), x, ZERO)
+    k = np.rint(np.multiply(y, EXP_LOG2E, dtype=np.float64))  # the product is exact: one rounding
+    n = k.astype(np.float32)
+    r = fma32(n, -EXP_LN2_HI, y)
+    r = fma32(n, -EXP_LN2_LO, r)
+    p = _polynomial(r, EXP_C6, EXP_C5, EXP_C4, EXP_C3, EXP_C2, ONE, ONE)
+    scaled = np.ldexp(p.astype(np.float64), k.astype(np.int32))  # exact, and a float32 unless below 2^-126
+    result = np.where(scaled < 2.0**-126, ZERO, scaled.astype(np.float32))
+
+    result = np.where(x < EXP_LOWEST, ZERO, result)
+    result = np.where(x > EXP_OVERFLOW, INF, result)
+    return np.where(np.isnan(x), NAN, result)
+
+
+@np.errstate(all="ignore")
+def log32(x: F32) -> F32:
+    """The natural logarithm: x = 2^e * f with f in [sqrt(1/2), sqrt(2)), log x = e * ln 2 + log f.
+
+    -inf at both zeros, +inf at +inf, NaN below zero and at NaN. (A row's L is never below 1, unless it is 0.)
+    """
+    ordinary = (x > 0) & (x < INF)
+    y = np.where(ordinary, x, ONE)
+    f, e = np.frexp(y)  # f in [1/2, 1), exact
+    low = f < LOG_SQRT_HALF
+    g = np.where(low, f + f, f) - ONE  # exact
+    n = (e - low).astype(np.float32)
+    p = _polynomial(g, LOG_C10, LOG_C9, LOG_C8, LOG_C7, LOG_C6, LOG_C5, LOG_C4, LOG_C3, LOG_C2)
+    s = (g * g) * p
+    s = fma32(n, LOG_LN2_LO, s)
+    s = g + s
+    result = fma32(n, LOG_LN2_HI, s)
+
+    result = np.where(x == 0, -INF, result)
+    result = np.where(x == INF, INF, result)
+    return np.where(np.isnan(x) | (x < 0), NAN, result)
+
+
+# --- sixteen lanes ------------------------------------------------------------------------------------------
+
+
+@np.errstate(all="ignore")
+def fold(lanes: F32) -> F32:
+    """[..., 16] to [...], by halves: lane i + lane i+8, then i + i+4, i + i+2, i + i+1."""
+    for half in (8, 4, 2, 1):
+        lanes = lanes[..., :half] + lanes[..., half : 2 * half]
+    return lanes[..., 0]
+
+
+def dot(a: F32, b: F32) -> F32:
+    """[..., D] twice to [...]: lane i sums a[d] * b[d] for d = i, i+16, ... rising, by fma from +0; fold."""
+    width = a.shape[-1]
+    lanes = np.zeros((*np.broadcast_shapes(a.shape[:-1], b.shape[:-1]), LANES), np.float32)
+    for d in range(0, width, LANES):
+        n = min(LANES, width - d)
+        lanes[..., :n] = fma32(a[..., d : d + n], b[..., d : d + n], lanes[..., :n])
+    return fold(lanes)
+
+
+@np.errstate(all="ignore")
+def scores(q: F32, k: F32, scale: np.float32) -> F32:
+    """Rows q [R, D] against keys k [n, D]: scale * dot, [R, n]."""
+    s: F32 = scale * dot(q[:, None, :], k[None, :, :])
+    return s
+
+
+# --- a row of attention -------------------------------------------------------------------------------------
+
+
+@dataclass
+class Running:
+    """A split in the making, for R rows: m [R], the sum of exp(s - m) still as lanes [R, 16], a [R, D]."""
+
+    m: F32
+    lanes: F32
+    a: F32
+
+    @classmethod
+    def empty(cls, rows: int, width: int) -> Running:
+        lanes, a = np.zeros((rows, LANES), np.float32), np.zeros((rows, width), np.float32)
+        return cls(np.full(rows, -INF), lanes, a)
+
+
+@dataclass
+class State:
+    """A finished split, or several merged, for R rows: m [R], L [R], a [R, D]. m = -inf: nothing was seen."""
+
+    m: F32
+    L: F32
+    a: F32
+
+    @classmethod
+    def empty(cls, rows: int, width: int) -> State:
+        return cls(np.full(rows, -INF), np.zeros(rows, np.float32), np.zeros((rows, width), np.float32))
+
+
+@np.errstate(all="ignore")
+def absorb_tile(run: Running, s: F32, seen: Bool, v: F32) -> None:
+    """Take in n positions of one tile: scores s [R, n], who sees what, seen [R, n], and values v [n, D]."""
+    columns = range(s.shape[1])
+    m = run.m
+    for j in columns:
+        m = np.where(seen[:, j], maximum(m, s[:, j]), m)
+    seen = seen & (m != -INF)[:, None]  # nothing but -inf so far: the tile leaves the state as it is
+
+    rises = (m > run.m) | np.isnan(m)
+    alpha = exp32(run.m - m)[:, None]
+    run.lanes = np.where(rises[:, None], run.lanes * alpha, run.lanes)
+    run.a = np.where(rises[:, None], run.a * alpha, run.a)
+    run.m = m
+
+    p = exp32(s - m[:, None])
+    for j in columns:
+        sees = seen[:, j]
+        run.lanes[:, j] = np.where(sees, run.lanes[:, j] + p[:, j], run.lanes[:, j])
+        run.a = np.where(sees[:, None], fma32(p[:, j, None], v[j], run.a), run.a)
+
+
+@np.errstate(all="ignore")
+def merge(x: State, y: State) -> State:
+    """Two states of the same rows, x from earlier positions; one that saw nothing gives the other as is."""
+    m = maximum(x.m, y.m)
+    alpha_x, alpha_y = exp32(x.m - m), exp32(y.m - m)
+    total = fma32(alpha_x, x.L, alpha_y * y.L)
+    a = fma32(alpha_x[:, None], x.a, alpha_y[:, None] * y.a)
+    return choose(x.m == -INF, y, choose(y.m == -INF, x, State(m, total, a)))
+
+
+def choose(row: Bool, yes: State, no: State) -> State:
+    """Row by row, one state or the other."""
+    return State(np.where(row, yes.m, no.m), np.where(row, yes.L, no.L), np.where(row[:, None], yes.a, no.a))
+
+
+@np.errstate(all="ignore")
+def add_sink(state: State, sink: F32) -> State:
+    """One more logit per row, sink [R], in the denominator, without a value: after the last merge.
+
+    -inf is no sink; NaN or +inf makes the row NaN, even one that sees no key.
+    """
+    m = maximum(state.m, sink)
+    alpha = exp32(state.m - m)
+    total = fma32(alpha, state.L, exp32(sink - m))
+    a = np.where((m > state.m)[:, None], alpha[:, None] * state.a, state.a)
+
+    alone = State(sink, np.ones_like(sink), np.zeros_like(state.a))
+    result = choose(state.m == -INF, alone, State(m, total, a))
+    result.L = np.where(np.isnan(sink) | (sink == INF), NAN, result.L)
+    return choose(sink == -INF, state, result)
+
+
+@np.errstate(all="ignore")
+def finish(state: State) -> tuple[F32, F32]:
+    """(out [R, D], lse [R]): a * (1 / L), one division, and m + log L; +0 and -inf for a row without keys."""
+    none = state.L == 0
+    r = ONE / state.L
+    out = np.where(none[:, None], ZERO, state.a * r[:, None])
+    lse = np.where(none, -INF, state.m + log32(state.L))
+    return canonical(out), canonical(lse)
+
+
+def attend(score_tile: Callable[[int, int], F32], v: F32, low: I64, high: I64) -> State:
+    """R rows over one KV head: row i sees positions low[i] .. high[i] - 1. Split states merge left to right.
+
+    v: [n, D], v[j] at absolute position j. ``score_tile(j, end)`` gives the scores [R, end - j] of positions
+    j .. end - 1; what it says of positions a row does not see is ignored.
+    """
+    rows, width = len(low), v.shape[1]
+    state = State.empty(rows, width)
+    some = low < high
+    if not some.any():
+        return state
+    first, last = int(low[some].min()), int(high[some].max())
+    for split in range(first - first % SPLIT, last, SPLIT):
+        run = Running.empty(rows, width)
+        for tile in range(max(split, first - first % TILE), min(split + SPLIT, last), TILE):
+            end = min(tile + TILE, last)
+            position = np.arange(tile, end)
+            seen = (position >= low[:, None]) & (position < high[:, None])
+            absorb_tile(run, score_tile(tile, end), seen, v[tile:end])
+        state = merge(state, State(run.m, fold(run.lanes), run.a))
+    return state
+
+
+def visible(position: int, n_keys: int, causal: bool, window: int) -> tuple[int, int]:
+    """The keys low .. high - 1 that a row at ``position`` sees; the window counts the row's own position."""
+    low = max(0, position - window + 1) if window > 0 else 0
+    high = min(position + 1, n_keys) if causal else n_keys
+    return min(low, n_keys), high
+
+
+# --- attention, as exported ---------------------------------------------------------------------------------
+
+
+@dataclass
+class Rows:
+    """R rows of any heads that read the same KV head: q [R, D], what each sees, a sink logit each or none."""
+
+    q: F32
+    low: I64
+    high: I64
+    sink: F32 | None = None
+
+    def over(self, k: F32, v: F32, scale: float) -> tuple[F32, F32]:
+        """(out [R, D], lse [R]) over keys and values [n, D]; ``scale`` is rounded to float32."""
+        state = attend(lambda j, end: scores(self.q, k[j:end], np.float32(scale)), v, self.low, self.high)
+        return finish(state if self.sink is None else add_sink(state, self.sink))
+
+
+def paged_attn_decode(
+    q: F32,
+    k_blocks: F16,
+    v_blocks: F16,
+    block_tables: npt.NDArray[np.integer[Any]],
+    ctx_lens: npt.NDArray[np.integer[Any]],
+    *,
+    scale: float,
+    window: int = 0,
+) -> F32:
+    """``tl_paged_attn_decode_f32`` on one layer: out, float32 [B, H, D].
+
+    q: float32 [B, H, D]; k_blocks, v_blocks: float16 [n_blocks, Hkv, b, D]; block_tables: integers
+    [B, max_blocks]; ctx_lens: integers [B], the newest position included. Only table entries that hold a
+    visible position are looked at. ValueError: shapes that disagree, a context or needed entry out of range.
+    """
+    require(q, np.float32, "q")
+    require(k_blocks, np.float16, "k_blocks")
+    require(v_blocks, np.float16, "v_blocks")
+    n_blocks, kv_heads, block_tokens, width = k_blocks.shape
+    batch, heads, q_width = q.shape
+    if q_width != width or v_blocks.shape != k_blocks.shape or heads % kv_heads:
+        raise ValueError(f"shapes disagree: q {q.shape}, k {k_blocks.shape}, v {v_blocks.shape}")
+    group = heads // kv_heads
+
+    out = np.empty_like(q)
+    for s in range(batch):
+        n, table = int(ctx_lens[s]), np.asarray(block_tables[s])
+        if not 1 <= n <= len(table) * block_tokens:
+            raise ValueError(f"sequence {s}: context {n}, {len(table)} blocks of {block_tokens}")
+        low, high = visible(n - 1, n, True, window)
+        position = np.arange(low, high)
+        block, slot = table[position // block_tokens].astype(np.int64), position % block_tokens
+        if not ((block >= 0) & (block < n_blocks)).all():
+            raise ValueError(f"sequence {s}: blocks {np.unique(block)} of {n_blocks}")
+        k = np.zeros((n, kv_heads, width), np.float32)  # by position; what the row does not see stays 0
+        v = np.zeros_like(k)
+        k[position] = f16_to_f32(k_blocks[block, :, slot].view(np.uint16))
+        v[position] = f16_to_f32(v_blocks[block, :, slot].view(np.uint16))
+        for g in range(kv_heads):
+            own = slice(g * group, (g + 1) * group)
+            rows = Rows(q[s, own], np.full(group, low), np.full(group, high))
+            out[s, own], _ = rows.over(k[:, g], v[:, g], scale)
+    return out
+
+
+def flash_attn_fwd(
+    q: F32,
+    k: F32,
+    v: F32,
+    *,
+    scale: float,
+    q_offset: int = 0,
+    causal: bool = True,
+    window: int = 0,
+    sink_logits: F32 | None = None,
+) -> tuple[F32, F32]:
+    """``tl_flash_attn_fwd_f32``: (o [B, H, Tq, D], lse [B, H, Tq]), float32.
+
+    q: float32 [B, H, Tq, D], row i at position q_offset + i; k, v: float32 [B, Hkv, Tk, D], key j at position
+    j; sink_logits: float32 [H] or None. ValueError: shapes that disagree.
+    """
+    for name, array in (("q", q), ("k", k), ("v", v)):
+        require(array, np.float32, name)
+    batch, heads, n_rows, width = q.shape
+    kv_batch, kv_heads, n_keys, kv_width = k.shape
+    if k.shape != v.shape or (kv_batch, kv_width) != (batch, width) or kv_heads < 1 or heads % kv_heads:
+        raise ValueError(f"shapes disagree: q {q.shape}, k {k.shape}, v {v.shape}")
+    if sink_logits is not None and require(sink_logits, np.float32, "sink_logits").shape != (heads,):
+        raise ValueError(f"sink_logits: expected shape ({heads},), got {sink_logits.shape}")
+    group = heads // kv_heads
+    seen = [visible(q_offset + i, n_keys, causal, window) for i in range(n_rows)] * group
+    low, high = np.array(seen, np.int64).reshape(-1, 2).T
+
+    o, lse = np.empty_like(q), np.empty((batch, heads, n_rows), np.float32)
+    for b in range(batch):
+        for g in range(kv_heads):
+            own = slice(g * group, (g + 1) * group)
+            sink = None if sink_logits is None else np.repeat(sink_logits[own], n_rows)
+            rows = Rows(q[b, own].reshape(group * n_rows, width), low, high, sink)
+            out_rows, lse_rows = rows.over(k[b, g], v[b, g], scale)
+            o[b, own] = out_rows.reshape(group, n_rows, width)
+            lse[b, own] = lse_rows.reshape(group, n_rows)
+    return o, lse
+
+
+# --- softmax and exp, as exported ---------------------------------------------------------------------------
+
+
+@np.errstate(all="ignore")
+def softmax(x: F32) -> F32:
+    """``tl_softmax_f32`` on float32 [rows, cols]: maximum, sum in lanes by column mod 16, times 1 / sum.
+
+    A row of -inf gives zeros; a row with NaN or +inf is NaN throughout.
+    """
+    require(x, np.float32, "x")
+    rows, cols = x.shape
+    m = np.max(x, axis=1, initial=-INF)  # NaN if any is; of two zeros either one, which no result shows
+    p = exp32(x - m[:, None])
+    lanes = np.zeros((rows, LANES), np.float32)
+    for j in range(0, cols, LANES):
+        lanes[:, : cols - j] += p[:, j : j + LANES]
+    return _normalised(m, p, lanes)
+
+
+@np.errstate(all="ignore")
+def softmax_online(x: F32) -> F32:
+    """``tl_softmax_online_f32`` on float32 [rows, cols]: maximum and sum in one pass, as attention does."""
+    require(x, np.float32, "x")
+    rows, cols = x.shape
+    run = Running.empty(rows, 0)
+    for j in range(0, cols, TILE):
+        tile = x[:, j : j + TILE]
+        absorb_tile(run, tile, np.ones(tile.shape, np.bool_), np.zeros((tile.shape[1], 0), np.float32))
+    return _normalised(run.m, exp32(x - run.m[:, None]), run.lanes)
+
+
+def _normalised(m: F32, p: F32, lanes: F32) -> F32:
+    r = ONE / fold(lanes)
+    return canonical(np.where((m == -INF)[:, None], ZERO, p * r[:, None]))
+
+
+def expf(x: F32) -> F32:
+    """``tl_expf`` elementwise on float32 of any shape."""
+    return exp32(require(x, np.float32, "x"))
+
+
+# --- small formats ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Format:
+    """A binary float format whose codes are ``bits`` wide: a sign, an exponent field, ``fraction`` bits.
+
+    Numbers of exponent e are integers times the quantum 2^(e - fraction), and emin is the least e there is.
+    Codes rise with the values, so a rounding that carries to the next exponent lands on the right code.
+    """
+
+    bits: int
+    fraction: int
+    emin: int  # exponent of the smallest normal number
+    largest: int  # code of the largest finite number
+    infinity: int | None  # None: the format has no infinity
+    saturates: bool  # finite overflow gives the largest finite number, not infinity
+    nan: int  # the code written for NaN
+    code: type[np.unsignedinteger[Any]]
+
+    def narrow(self, x: F32) -> Array:
+        """Codes of float32 values, rounded to nearest, ties to even."""
+        x = require(x, np.float32, "x")
+        wide = np.abs(np.where(np.isfinite(x), x, ZERO)).astype(np.float64)
+        exponent = np.where(wide > 0, np.maximum(np.frexp(wide)[1] - 1, self.emin), self.emin)
+        quanta = np.rint(np.ldexp(wide, self.fraction - exponent)).astype(np.int64)
+        magnitude = ((exponent.astype(np.int64) - self.emin) << self.fraction) + quanta
+
+        infinite = self.largest if self.infinity is None else self.infinity
+        beyond = self.largest if self.saturates else infinite
+        magnitude = np.where(magnitude > self.largest, beyond, magnitude)
+        magnitude = np.where(np.isinf(x), infinite, magnitude)
+        signed = magnitude | (np.signbit(x).astype(np.int64) << (self.bits - 1))
+        return np.where(np.isnan(x), self.nan, signed).astype(self.code)
+
+    def widen(self, codes: Array) -> F32:
+        """The float32 values of codes, exactly; NaN becomes 0x7FC00000."""
+        codes = require(codes, self.code, "codes").astype(np.int64)
+        sign = codes >> (self.bits - 1)
+        magnitude = codes & ((1 << (self.bits - 1)) - 1)
+        field = magnitude >> self.fraction
+        quanta = (magnitude & ((1 << self.fraction) - 1)) + (np.minimum(field, 1) << self.fraction)
+        exponent = self.emin + np.maximum(field, 1) - 1 - self.fraction
+        value: F32 = np.ldexp(quanta.astype(np.float64), exponent.astype(np.int32)).astype(np.float32)
+        value = np.where(magnitude > self.largest, NAN, value)
+        if self.infinity is not None:
+            value = np.where(magnitude == self.infinity, INF, value)
+        value = np.where((sign == 1) & ~np.isnan(value), -value, value)
+        return value
+
+
+FORMAT_F16: Final = Format(16, 10, -14, 0x7BFF, 0x7C00, False, 0x7E00, np.uint16)
+FORMAT_BF16: Final = Format(16, 7, -126, 0x7F7F, 0x7F80, False, 0x7FC0, np.uint16)
+FORMAT_E4M3: Final = Format(8, 3, -6, 0x7E, None, True, 0x7F, np.uint8)
+FORMAT_E5M2: Final = Format(8, 2, -14, 0x7B, 0x7C, True, 0x7F, np.uint8)
+
+
+def f32_to_f16(x: F32) -> npt.NDArray[np.uint16]:
+    """``tl_f32_to_f16``: codes, uint16."""
+    return FORMAT_F16.narrow(x)
+
+
+def f16_to_f32(codes: npt.NDArray[np.uint16]) -> F32:
+    """``tl_f16_to_f32``."""
+    return FORMAT_F16.widen(codes)
+
+
+def f32_to_bf16(x: F32) -> npt.NDArray[np.uint16]:
+    """``tl_f32_to_bf16``: codes, uint16."""
+    return FORMAT_BF16.narrow(x)
+
+
+def bf16_to_f32(codes: npt.NDArray[np.uint16]) -> F32:
+    """``tl_bf16_to_f32``: the code is the upper half of the float32, NaN included."""
+    return (require(codes, np.uint16, "codes").astype(np.uint32) << 16).view(np.float32)
+
+
+def f32_to_e4m3(x: F32) -> npt.NDArray[np.uint8]:
+    """``tl_f32_to_e4m3``: codes, uint8."""
+    return FORMAT_E4M3.narrow(x)
+
+
+def e4m3_to_f32(codes: npt.NDArray[np.uint8]) -> F32:
+    """``tl_e4m3_to_f32``."""
+    return FORMAT_E4M3.widen(codes)
+
+
+def f32_to_e5m2(x: F32) -> npt.NDArray[np.uint8]:
+    """``tl_f32_to_e5m2``: codes, uint8."""
+    return FORMAT_E5M2.narrow(x)
+
+
+def e5m2_to_f32(codes: npt.NDArray[np.uint8]) -> F32:
+    """``tl_e5m2_to_f32``."""
+    return FORMAT_E5M2.widen(codes)
