@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: MIT
+"""libtinyllm: the attention step of LLM inference on CPUs over a paged KV cache, with the same bits always.
+
+The library is loaded when something first needs it, not by the import.
+"""
+
+from tinyllm.attention import flash_attention, paged_attention_decode
+from tinyllm.errors import AbiMismatch, ClosedError, OutOfBlocks, TlError
+from tinyllm.infer.paged import PagedKVCache
+from tinyllm.modern.window import windowed_attention
+from tinyllm.threads import ThreadPool
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AbiMismatch",
+    "ClosedError",
+    "OutOfBlocks",
+    "PagedKVCache",
+    "ThreadPool",
+    "TlError",
+    "__version__",
+    "flash_attention",
+    "paged_attention_decode",
+    "windowed_attention",
+]

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: MIT
+"""Every exception this package defines.
+
+Bad arguments raise Python's own TypeError, ValueError, KeyError and OverflowError.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+__all__ = ["AbiMismatch", "ClosedError", "OutOfBlocks", "TlError"]
+
+
+class TlError(RuntimeError):
+    """A C function returned a status other than ``TL_OK``.
+
+    fn: the function; status: the number; name: its name, ``"TL_EINVAL"``; message: the error slot's line.
+    """
+
+    def __init__(self, fn: str, status: int, name: str, message: str) -> None:
+        super().__init__(fn, status, name, message)  # all four, so that the exception can be pickled
+        self.fn, self.status, self.name, self.message = fn, status, name, message
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.status}): {self.message or self.fn}"
+
+
+class AbiMismatch(RuntimeError):
+    """The library at ``path`` speaks ABI version ``found``; this package speaks ``expected``."""
+
+    def __init__(self, path: Path, found: int, expected: int) -> None:
+        super().__init__(path, found, expected)
+        self.path, self.found, self.expected = path, found, expected
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path} has ABI version {self.found}, this package needs {self.expected}: "
+            "`make` in a checkout rebuilds it"
+        )
+
+
+class OutOfBlocks(RuntimeError):
+    """The pool cannot give the blocks a call needs; nothing was changed."""
+
+
+class ClosedError(RuntimeError):
+    """The object was closed before the call."""

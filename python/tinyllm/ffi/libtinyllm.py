@@ -1,0 +1,517 @@
+# SPDX-License-Identifier: MIT
+"""The headers of libtinyllm as a table of prototypes, and the library. The only importer of ctypes.
+
+``PROTOTYPES`` has one row per function in header order: name, result, arguments. ``Lib`` binds a row on its
+first use and every call goes through ``Function``: integers must fit their C type (ctypes alone would cut
+them), a result declared ``STATUS`` is 0 or raises TlError.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from ctypes import (
+    CFUNCTYPE,
+    POINTER,
+    Structure,
+    c_char_p,
+    c_float,
+    c_int,
+    c_int32,
+    c_int64,
+    c_size_t,
+    c_uint8,
+    c_uint16,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+)
+from operator import index
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tinyllm.errors import AbiMismatch, TlError
+
+__all__ = [
+    "ABI_VERSION",
+    "PROTOTYPES",
+    "STATUS",
+    "STATUS_NAMES",
+    "STRUCTS",
+    "AbiMismatch",
+    "AllocFn",
+    "Allocator",
+    "ArenaMark",
+    "ArenaStats",
+    "FreeFn",
+    "Function",
+    "KvConfig",
+    "KvStats",
+    "Lib",
+    "RangeFn",
+    "TlError",
+    "block_view",
+    "f32_ptr",
+    "i32_ptr",
+    "library_path",
+    "load",
+    "new_handle",
+    "signatures",
+    "u32_ptr",
+]
+
+# --- constants ----------------------------------------------------------------------------------------------
+
+ABI_VERSION: Final = 1
+TL_LAST_ERROR_CAP: Final = 256
+
+STATUS_NAMES: Final[dict[int, str]] = {
+    0: "TL_OK",
+    1: "TL_EINVAL",
+    2: "TL_ENOMEM",
+    3: "TL_ESHAPE",
+    4: "TL_EDTYPE",
+    5: "TL_EFULL",
+    6: "TL_ENOTFOUND",
+    7: "TL_EFORMAT",
+    8: "TL_EBUSY",
+    9: "TL_EUNSUPPORTED",
+    10: "TL_EIO",
+}
+(
+    TL_OK, TL_EINVAL, TL_ENOMEM, TL_ESHAPE, TL_EDTYPE, TL_EFULL, TL_ENOTFOUND, TL_EFORMAT, TL_EBUSY,
+    TL_EUNSUPPORTED, TL_EIO,
+) = STATUS_NAMES  # fmt: skip
+
+DTYPE_NAMES: Final[dict[int, str]] = {
+    0: "TL_F32",
+    1: "TL_F16",
+    2: "TL_BF16",
+    3: "TL_F8_E4M3",
+    4: "TL_F8_E5M2",
+    5: "TL_I8",
+    6: "TL_U8",
+    7: "TL_I32",
+    8: "TL_Q4_G",
+}
+TL_F32, TL_F16, TL_BF16, TL_F8_E4M3, TL_F8_E5M2, TL_I8, TL_U8, TL_I32, TL_Q4_G = DTYPE_NAMES
+
+TL_ARENA_DEFAULT_BLOCK: Final = 1 << 20
+TL_ARENA_DEFAULT_ALIGN: Final = 64
+TL_ARENA_MAX_ALIGN: Final = 4096
+TL_POOL_MAX_THREADS: Final = 4096
+TL_KV_FORMAT_V1: Final = 1
+TL_KV_MAGIC: Final = b"TLKV"
+TL_KV_ENVELOPE_HEADER: Final = 28
+TL_KV_RECORD_HEADER: Final = 12
+TL_KV_ENVELOPE_VERSION: Final = 1
+TL_KV_ALIGN: Final = 64
+TL_NUMERICS_VERSION: Final = 1
+TL_ATTN_TILE: Final = 16
+TL_ATTN_SPLIT: Final = 1024
+
+# --- types --------------------------------------------------------------------------------------------------
+
+
+class STATUS(c_int32):
+    """As a result type: the function returns 0 or raises TlError."""
+
+
+AllocFn = CFUNCTYPE(c_void_p, c_void_p, c_size_t, c_size_t)
+FreeFn = CFUNCTYPE(None, c_void_p, c_void_p)
+RangeFn = CFUNCTYPE(None, c_void_p, c_int64, c_int64, c_int)
+
+
+class Allocator(Structure):
+    """``tl_allocator``"""
+
+    _fields_ = [("alloc", AllocFn), ("free", FreeFn), ("user", c_void_p)]
+
+
+class ArenaMark(Structure):
+    """``tl_arena_mark``"""
+
+    _fields_ = [("offset", c_size_t), ("block", c_size_t)]
+
+
+class ArenaStats(Structure):
+    """``tl_arena_stats``"""
+
+    _fields_ = [
+        ("bytes_used", c_size_t),
+        ("bytes_reserved", c_size_t),
+        ("high_water", c_size_t),
+        ("n_blocks", c_size_t),
+    ]
+
+
+class KvConfig(Structure):
+    """``tl_kv_cfg``"""
+
+    _fields_ = [
+        ("n_blocks", c_uint32),
+        ("block_tokens", c_uint32),
+        ("n_layers", c_uint32),
+        ("n_kv_heads", c_uint32),
+        ("head_dim", c_uint32),
+        ("dtype", c_int32),
+        ("format", c_uint32),
+    ]
+
+
+class KvStats(Structure):
+    """``tl_kv_stats``"""
+
+    _fields_ = [("free", c_uint32), ("used", c_uint32), ("cached", c_uint32), ("evictions", c_uint32)]
+
+
+STRUCTS: Final[dict[str, type[Structure]]] = {
+    "tl_allocator": Allocator,
+    "tl_arena_mark": ArenaMark,
+    "tl_arena_stats": ArenaStats,
+    "tl_kv_cfg": KvConfig,
+    "tl_kv_stats": KvStats,
+}
+
+# --- prototypes ---------------------------------------------------------------------------------------------
+
+_f32, _i32 = POINTER(c_float), POINTER(c_int32)
+_u8, _u16, _u32 = POINTER(c_uint8), POINTER(c_uint16), POINTER(c_uint32)
+_handle_out = POINTER(c_void_p)
+
+PROTOTYPES: Final[tuple[tuple[str, Any, tuple[Any, ...]], ...]] = (
+    # tinyllm/abi.h
+    ("tl_abi_version", c_uint32, ()),
+    ("tl_status_str", c_char_p, (c_int32,)),
+    ("tl_last_error", c_char_p, ()),
+    ("tl_set_last_error", None, (c_char_p,)),
+    ("tl_set_allocator", STATUS, (POINTER(Allocator),)),
+    ("tl_alloc", c_void_p, (c_size_t, c_size_t)),
+    ("tl_free", None, (c_void_p,)),
+    # tinyllm/isa.h
+    ("tl_isa_name", c_char_p, ()),
+    ("tl_numerics_version", c_uint32, ()),
+    # tinyllm/arena.h
+    ("tl_arena_create", STATUS, (c_size_t, _handle_out)),
+    ("tl_arena_alloc", c_void_p, (c_void_p, c_size_t, c_size_t)),
+    ("tl_arena_mark_get", ArenaMark, (c_void_p,)),
+    ("tl_arena_reset_to", None, (c_void_p, ArenaMark)),
+    ("tl_arena_stats_get", None, (c_void_p, POINTER(ArenaStats))),
+    ("tl_arena_destroy", None, (c_void_p,)),
+    # tinyllm/pool.h
+    ("tl_pool_create", STATUS, (c_int, _handle_out)),
+    ("tl_parallel_for", STATUS, (c_void_p, c_int64, c_int64, RangeFn, c_void_p)),
+    ("tl_pool_threads", c_int, (c_void_p,)),
+    ("tl_pool_destroy", None, (c_void_p,)),
+    # tinyllm/kv_pool.h
+    ("tl_kv_pool_create", STATUS, (POINTER(KvConfig), _handle_out)),
+    ("tl_kv_pool_destroy", None, (c_void_p,)),
+    ("tl_kv_alloc", STATUS, (c_void_p, c_uint32, _u32)),
+    ("tl_kv_ref", None, (c_void_p, c_uint32)),
+    ("tl_kv_unref", STATUS, (c_void_p, c_uint32)),
+    ("tl_kv_cow", STATUS, (c_void_p, c_uint32, _u32)),
+    ("tl_kv_set_fill", STATUS, (c_void_p, c_uint32, c_uint32)),
+    ("tl_kv_fill", c_uint32, (c_void_p, c_uint32)),
+    ("tl_kv_refs", c_uint32, (c_void_p, c_uint32)),
+    ("tl_kv_block_hash", c_uint64, (c_uint64, _u32, c_uint32)),
+    ("tl_kv_register", STATUS, (c_void_p, c_uint32, c_uint64)),
+    ("tl_kv_lookup", STATUS, (c_void_p, c_uint64, _u32)),
+    ("tl_kv_block_ptr", c_void_p, (c_void_p, c_uint32, c_uint32, c_int)),
+    ("tl_kv_pool_cfg", None, (c_void_p, POINTER(KvConfig))),
+    ("tl_kv_block_bytes", c_size_t, (c_void_p,)),
+    ("tl_kv_export_bytes", c_size_t, (c_void_p, c_uint32)),
+    ("tl_kv_export", STATUS, (c_void_p, _u32, c_uint32, c_void_p, c_size_t, POINTER(c_size_t))),
+    ("tl_kv_import", STATUS, (c_void_p, c_void_p, c_size_t, _u32)),
+    ("tl_kv_stats_get", None, (c_void_p, POINTER(KvStats))),
+    ("tl_crc32c", c_uint32, (c_void_p, c_size_t, c_uint32)),
+    (
+        "tl_kv_append_f32",
+        STATUS,
+        (c_void_p, c_uint32, _u32, c_int32, c_int64, c_int64, _f32, _f32, c_int64, c_int64),
+    ),
+    # tinyllm/numerics.h
+    ("tl_f32_to_f16", c_uint16, (c_float,)),
+    ("tl_f16_to_f32", c_float, (c_uint16,)),
+    ("tl_f32_to_bf16", c_uint16, (c_float,)),
+    ("tl_bf16_to_f32", c_float, (c_uint16,)),
+    ("tl_f32_to_e4m3", c_uint8, (c_float,)),
+    ("tl_e4m3_to_f32", c_float, (c_uint8,)),
+    ("tl_f32_to_e5m2", c_uint8, (c_float,)),
+    ("tl_e5m2_to_f32", c_float, (c_uint8,)),
+    ("tl_f32_to_f16_n", None, (_f32, _u16, c_int64)),
+    ("tl_f16_to_f32_n", None, (_u16, _f32, c_int64)),
+    ("tl_f32_to_bf16_n", None, (_f32, _u16, c_int64)),
+    ("tl_bf16_to_f32_n", None, (_u16, _f32, c_int64)),
+    ("tl_f32_to_e4m3_n", None, (_f32, _u8, c_int64)),
+    ("tl_e4m3_to_f32_n", None, (_u8, _f32, c_int64)),
+    ("tl_f32_to_e5m2_n", None, (_f32, _u8, c_int64)),
+    ("tl_e5m2_to_f32_n", None, (_u8, _f32, c_int64)),
+    ("tl_expf", c_float, (c_float,)),
+    ("tl_exp_f32", None, (_f32, _f32, c_int64)),
+    # tinyllm/softmax.h
+    ("tl_softmax_f32", STATUS, (_f32, _f32, c_int64, c_int64)),
+    ("tl_softmax_online_f32", STATUS, (_f32, _f32, c_int64, c_int64)),
+    # tinyllm/attention.h
+    (
+        "tl_flash_attn_fwd_f32",
+        STATUS,
+        (
+            *(_f32,) * 5,
+            *(c_int64,) * 6,
+            c_float,
+            c_int64,
+            c_int,
+            c_int64,
+            _f32,
+            *(c_int64,) * 2,
+            *(c_void_p,) * 2,
+        ),
+    ),
+    (
+        "tl_paged_attn_decode_f32",
+        STATUS,
+        (_f32, c_void_p, c_uint32, _u32, c_int32, _i32, _f32, *(c_int64,) * 4, c_float, c_int64, c_void_p),
+    ),
+)
+
+
+def signatures() -> dict[str, tuple[Any, tuple[Any, ...]]]:
+    """Every exported function in header order: name to (result type, argument types)."""
+    return {name: (restype, argtypes) for name, restype, argtypes in PROTOTYPES}
+
+
+# --- calling ------------------------------------------------------------------------------------------------
+
+_INTEGERS: Final = (
+    ctypes.c_byte, ctypes.c_ubyte, ctypes.c_short, ctypes.c_ushort, ctypes.c_int, ctypes.c_uint,
+    ctypes.c_long, ctypes.c_ulong, ctypes.c_longlong, ctypes.c_ulonglong,
+)  # fmt: skip
+_ADDRESS_END: Final = 1 << (8 * ctypes.sizeof(c_void_p))
+
+
+def _range(ctype: Any) -> tuple[int, int]:
+    bits = 8 * ctypes.sizeof(ctype)
+    return (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if ctype(-1).value < 0 else (0, (1 << bits) - 1)
+
+
+class Function:
+    """One bound C function.
+
+    Integers are taken from int, numpy integers and ctypes scalars. Raises: TypeError for a wrong number or
+    kind of argument, OverflowError for an integer its C type cannot hold, TlError for a status other than 0
+    where the result is ``STATUS``.
+    """
+
+    __slots__ = ("_addresses", "_call", "_integers", "_lib", "_n", "_status", "argtypes", "name", "restype")
+
+    def __init__(self, lib: Lib, call: Any, name: str, restype: Any, argtypes: tuple[Any, ...]) -> None:
+        self._lib, self._call, self.name, self.restype, self.argtypes = lib, call, name, restype, argtypes
+        self._status = restype is STATUS
+        call.restype = c_int32 if self._status else restype
+        call.argtypes = argtypes
+        self._n = len(argtypes)
+        self._integers = tuple(
+            (i, *_range(t))
+            for i, t in enumerate(argtypes)
+            if isinstance(t, type) and issubclass(t, _INTEGERS)
+        )
+        self._addresses = tuple(i for i, t in enumerate(argtypes) if t is c_void_p)
+
+    def __call__(self, *args: Any) -> Any:
+        if len(args) != self._n:
+            raise TypeError(f"{self.name} takes {self._n} arguments, {len(args)} given")
+        values = list(args)
+        for i, low, high in self._integers:
+            value = values[i]
+            if type(value) is not int:
+                value = values[i] = self._integer(i, value)
+            if not low <= value <= high:
+                raise OverflowError(f"{self.name}: argument {i + 1} = {value} is outside {low} .. {high}")
+        for i in self._addresses:
+            value = values[i]
+            if isinstance(value, int) and not 0 <= value < _ADDRESS_END:
+                raise OverflowError(f"{self.name}: argument {i + 1} = {value} is no address")
+        try:
+            result = self._call(*values)
+        except ctypes.ArgumentError as error:
+            raise TypeError(f"{self.name}: {error}") from None
+        if self._status and result != TL_OK:
+            raise TlError(self.name, result, STATUS_NAMES.get(result, "TL_UNKNOWN"), self._lib.last_error())
+        return result
+
+    def _integer(self, i: int, value: Any) -> int:
+        try:
+            return index(value.value if isinstance(value, _INTEGERS) else value)
+        except TypeError:
+            raise TypeError(f"{self.name}: argument {i + 1} must be an integer, not {value!r}") from None
+
+    def __repr__(self) -> str:
+        return f"<{self.name} of {self._lib.path}>"
+
+
+class Lib:
+    """A loaded library. Its functions are attributes, bound on first use.
+
+    >>> hex(load().tl_crc32c(b"123456789", 9, 0))
+    '0xe3069283'
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Raises OSError where the file at ``path`` cannot be loaded into this process."""
+        self.path = Path(path)
+        self._declared = signatures()
+        try:
+            self._cdll = ctypes.CDLL(os.fspath(self.path))
+        except OSError as error:
+            raise OSError(
+                f"{self.path} cannot be loaded: no shared library, or one for another machine or system "
+                f"({error}); {_BUILD_IT}"
+            ) from error
+
+    def declare(self, name: str, restype: Any, argtypes: Any) -> None:
+        """Says how ``name`` is called; it is looked up on its first use. ``restype`` may be ``STATUS``."""
+        self._declared[name] = (restype, tuple(argtypes))
+        self.__dict__.pop(name, None)
+
+    def __getattr__(self, name: str) -> Function:
+        """Binds a function. AttributeError for one nobody declared or the library does not export."""
+        declared = self.__dict__.get("_declared", {})
+        if name not in declared:
+            raise AttributeError(f"{name} is not a declared function of libtinyllm")
+        try:
+            call = self._cdll[name]  # by index: a function object of our own, not the one CDLL shares
+        except AttributeError:
+            raise AttributeError(f"{self.path} does not export {name}") from None
+        function = Function(self, call, name, *declared[name])
+        self.__dict__[name] = function
+        return function
+
+    def abi_version(self) -> int:
+        """``TL_ABI_VERSION`` of the library."""
+        return int(self.tl_abi_version())
+
+    def status_str(self, status: int) -> str:
+        """The name of a status; ``"TL_UNKNOWN"`` for any other value."""
+        return _text(self.tl_status_str(status))
+
+    def last_error(self) -> str:
+        """The calling thread's error slot; ``""`` before any error."""
+        return _text(self.tl_last_error())
+
+    def __repr__(self) -> str:
+        return f"Lib({str(self.path)!r})"
+
+
+def _text(raw: bytes) -> str:
+    return raw.decode("utf-8", "replace")
+
+
+def new_handle(create: Function, *args: Any) -> int:
+    """What ``create``, a ``*_create`` function, stores through its last parameter. Raises TlError."""
+    out = c_void_p()
+    create(*args, ctypes.byref(out))
+    return out.value or 0
+
+
+# --- finding and loading ------------------------------------------------------------------------------------
+
+_PACKAGE: Final = Path(__file__).resolve().parent.parent
+_CHECKOUT: Final = _PACKAGE.parent.parent
+_BUILD_IT: Final = "`make` in a checkout builds c/build/libtinyllm.so"
+_loaded: dict[Path, Lib] = {}
+
+
+def library_path(path: str | os.PathLike[str] | None = None) -> Path:
+    """Where the library is.
+
+    That is ``path``, else ``$TINYLLM_LIB``, else in or beside the installed package, else
+    ``c/build/libtinyllm.so`` of a checkout. A place named by argument or variable is the only one tried.
+
+    Raises: FileNotFoundError, naming every place tried and the command that builds the library.
+    """
+    named = path if path is not None else os.environ.get("TINYLLM_LIB") or None
+    file = "libtinyllm.so"
+    places = (
+        [Path(named)]
+        if named is not None
+        else [_PACKAGE / file, _PACKAGE.parent / file, _CHECKOUT / "c/build" / file]
+    )
+    for place in places:
+        if place.is_file():
+            return place
+    source = "path" if path is not None else "TINYLLM_LIB" if named is not None else "default places"
+    raise FileNotFoundError(f"no libtinyllm at {', '.join(map(str, places))} ({source}); {_BUILD_IT}")
+
+
+def load(path: str | os.PathLike[str] | None = None) -> Lib:
+    """The library at ``library_path(path)``, one ``Lib`` per resolved file.
+
+    Raises: FileNotFoundError; OSError for a file that is no such library; AbiMismatch.
+    """
+    file = library_path(path).resolve()
+    lib = _loaded.get(file)
+    if lib is None:
+        lib = Lib(file)
+        try:
+            found = lib.abi_version()
+        except AttributeError:
+            raise OSError(
+                f"{file} is a shared library but not libtinyllm: it has no tl_abi_version; {_BUILD_IT}"
+            ) from None
+        if found != ABI_VERSION:
+            raise AbiMismatch(file, found, ABI_VERSION)
+        lib = _loaded.setdefault(file, lib)
+    return lib
+
+
+# --- arrays -------------------------------------------------------------------------------------------------
+
+
+def _pointer(fn: str, a: Any, dtype: np.dtype[Any], ctype: Any) -> Any:
+    if a is None:
+        return None
+    if not isinstance(a, np.ndarray) or a.dtype != dtype:
+        found = f"{a.dtype.str} array" if isinstance(a, np.ndarray) else type(a).__name__
+        raise TypeError(f"{fn}: a {dtype.name} array in native byte order is needed, not {found}")
+    if a.size > 1 and a.shape[-1] > 1 and a.strides[-1] != dtype.itemsize:
+        raise ValueError(f"{fn}: the last axis has a stride of {a.strides[-1]} bytes, not {dtype.itemsize}")
+    flags = a.flags
+    if not flags.aligned:
+        raise ValueError(f"{fn}: the array at {a.ctypes.data:#x} is not aligned to {dtype.itemsize} bytes")
+    if flags.c_contiguous and flags.writeable and a.size:
+        return ctypes.pointer(ctype.from_buffer(a))  # several times faster than asking for the address
+    pointer: Any = ctypes.pointer(ctype.from_address(a.ctypes.data))
+    pointer._array = a  # the memory lives as long as the pointer
+    return pointer
+
+
+_F32, _U32, _I32 = np.dtype(np.float32), np.dtype(np.uint32), np.dtype(np.int32)
+
+
+def f32_ptr(a: NDArray[np.float32] | None) -> Any:
+    """A ``float *`` to the first element of ``a``, which it keeps alive; NULL for None. Nothing is copied.
+
+    Raises: TypeError for another dtype or byte order, or no array; ValueError for a last axis without unit
+    stride.
+    """
+    return _pointer("f32_ptr", a, _F32, c_float)
+
+
+def u32_ptr(a: NDArray[np.uint32] | None) -> Any:
+    """``f32_ptr`` for ``uint32_t *``."""
+    return _pointer("u32_ptr", a, _U32, c_uint32)
+
+
+def i32_ptr(a: NDArray[np.int32] | None) -> Any:
+    """``f32_ptr`` for ``int32_t *``."""
+    return _pointer("i32_ptr", a, _I32, c_int32)
+
+
+def block_view(address: int, shape: tuple[int, ...]) -> NDArray[np.float16]:
+    """C memory of f16 codes as an array; valid as long as the memory is."""
+    n = int(np.prod(shape, dtype=np.int64))
+    codes: Any = (c_uint16 * n).from_address(address)
+    return np.frombuffer(codes, np.float16).reshape(shape)
