@@ -65,7 +65,9 @@ $(B)/tests/%: tests/L9.4/%.c $(B)/libtinyllm.a $(B)/flags
 	@$(CC) $(CFLAGS) -Wno-missing-prototypes -Itests/L9.4 -MMD -MP -o $@ $< $(B)/libtinyllm.a $(LDLIBS)
 
 .PHONY: test test-c test-py asan tsan sweep fuzz mutants lint
-test: test-c test-py ## every test: C, then Python (makes .venv)
+test: ## every test: C, then Python (makes .venv)
+	@$(MAKE) --no-print-directory test-c
+	@$(MAKE) --no-print-directory test-py
 
 test-c: $(C_TESTS) ## the C tests alone; needs nothing but a C compiler
 	@tests/run_c.sh "$(RUN)" $(C_TESTS)
@@ -100,15 +102,16 @@ lint: .venv/lint.stamp ## mypy --strict, ruff, and the tidiness of every text
 	@tests/tidy.sh
 
 .PHONY: demo
-demo: all .venv/demo.stamp ## a real language model on the library (about 100 MB to fetch, under two minutes to run)
+demo: .venv/demo.stamp all ## a real language model on the library (about 100 MB to fetch, under two minutes to run)
 	@PYTHONPATH=python .venv/bin/python examples/demo.py $(DEMO_ARGS)
 
 # One virtual environment, made once; what a target needs is installed into it from pinned requirements.
 .venv/test.stamp: requirements-test.txt tests/venv.sh
 .venv/lint.stamp: requirements-dev.txt tests/venv.sh
 .venv/demo.stamp: examples/requirements.txt tests/venv.sh
+.venv/demo.stamp: PIP := --no-deps # tokenizers brings a dozen packages for its hub, which the demo does not use
 .venv/%.stamp:
-	@tests/venv.sh "$(PYTHON)" .venv $<
+	@tests/venv.sh "$(PYTHON)" .venv $< $(PIP)
 	@touch $@
 
 .PHONY: help clean FORCE

@@ -1,7 +1,8 @@
 #!/bin/sh
-# venv.sh PYTHON DIR REQUIREMENTS: makes the virtual environment DIR unless it is there, and installs pinned packages into it; or
+# venv.sh PYTHON DIR REQUIREMENTS [PIP OPTION...]: makes the virtual environment DIR unless it is there, and installs pinned packages into it; or
 # says in one line what to do.
 python=$1 dir=$2 requirements=$3
+shift 3
 give_up() { echo "libtinyllm: $1" >&2; exit 1; }
 
 if ! [ -x "$dir/bin/python" ]; then
@@ -14,5 +15,5 @@ if ! [ -x "$dir/bin/python" ]; then
     fi
 fi
 echo "  PIP   $requirements"
-"$dir/bin/python" -m pip install --quiet --disable-pip-version-check -r "$requirements" ||
+"$dir/bin/python" -m pip install --quiet --disable-pip-version-check "$@" -r "$requirements" ||
     give_up "pip could not install $requirements: is the Python package registry within reach?"
