@@ -137,7 +137,7 @@ static int64_t work(const struct paged_spec *s)
 
 TEST(every_head_width)
 {
-    for (int round = 0; round < rounds(1, 20); round++) {
+    for (int round = 0; round < rounds(1, 40); round++) {
         for (int64_t D = 1; D <= 130; D++)
             for (int i = 0; i < 2; i++) {
                 struct paged_spec s = random_spec((uint64_t)(1000 * round + 2 * D + i));
@@ -168,7 +168,7 @@ TEST(wide_heads_over_many_splits)
 
 TEST(every_block_size)
 {
-    for (int round = 0; round < rounds(2, 30); round++)
+    for (int round = 0; round < rounds(2, 60); round++)
         for (int64_t b = 0; b < COUNT(block_sizes); b++) {
             struct paged_spec s = random_spec((uint64_t)(200000 + 100 * round + b));
             s.block_tokens = block_sizes[b];
@@ -210,7 +210,7 @@ TEST(every_group_size)
 
 TEST(random_shapes)
 {
-    for (int round = 0; round < rounds(500, 12000); round++) {
+    for (int round = 0; round < rounds(500, 32000); round++) {
         struct paged_spec s = random_spec((uint64_t)(1000000 + round));
         if (round % 8 == 0)
             s.ctx[0] = 1 + (round * 131) % 2300;

@@ -460,18 +460,16 @@ TEST(decode_allocates_nothing)
 {
     static const int64_t widths[] = {3, 128, 1100};
     tl_pool *tp = make_threads(3);
-    for (int i = 0; i < 3; i++) {
-        const struct paged_spec spec = {.B = 2, .H = 32, .Hkv = 1, .D = widths[i], .block_tokens = 16, .ctx = {70, 1030}, .seed = 95};
+    for (int i = 0; i < 6; i++) {
+        const struct paged_spec spec = {.B = 2, .H = 32, .Hkv = 1, .D = widths[i / 2], .block_tokens = 16, .ctx = {70, 1030}, .seed = 95};
         struct paged c = paged_make(&spec);
         float *want = paged_want(&c);
         struct hook refuse;
         hook_install(&refuse, 1);
-        paged_run(&c, NULL);
-        CHECK_PAGED(&c, want, "serial, D %lld", (long long)widths[i]);
-        paged_run(&c, tp);
-        CHECK_PAGED(&c, want, "pooled, D %lld", (long long)widths[i]);
+        const tl_status got = paged_call(&c, i % 2 ? tp : NULL);
         hook_remove();
-        CHECK(refuse.calls == 0, "%ld calls of the hook", refuse.calls);
+        CHECK(got == TL_OK && refuse.calls == 0, "D %lld: %s after %ld calls of the hook", (long long)c.D, tl_status_str(got), refuse.calls);
+        CHECK_PAGED(&c, want, "D %lld", (long long)c.D);
         free(want);
         paged_free(&c);
     }

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: MIT */
 /* numerics.h: small floating-point formats and exp, with fixed bits.
  *
- * To a small format: round to nearest, ties to even. From one: exact for every code. The conversions are integer arithmetic, so the
- * caller's rounding mode and flush-to-zero do not reach them; tl_expf and tl_exp_f32 set a float mode of their own and give the
+ * To a small format: round to nearest, ties to even. From one: exact for every code. The conversions round in integers or not at all,
+ * so the caller's rounding mode and flush-to-zero do not reach them; tl_expf and tl_exp_f32 set a float mode of their own and give the
  * caller's back. Everything here is reentrant. */
 #ifndef TINYLLM_NUMERICS_H
 #define TINYLLM_NUMERICS_H
@@ -48,7 +48,7 @@ TL_API void tl_e4m3_to_f32_n(const uint8_t *x, float *y, int64_t n);
 TL_API void tl_f32_to_e5m2_n(const float *x, uint8_t *y, int64_t n);
 TL_API void tl_e5m2_to_f32_n(const uint8_t *x, float *y, int64_t n);
 
-/* e^x within TL_EXPF_MAX_ULP wherever e^x is a normal float (the worst input found stands in canon.h); correctly rounded at
+/* e^x within TL_EXPF_MAX_ULP wherever e^x is a normal float (the worst input found stands in c/src/numerics/coef.h); correctly rounded at
  * 1, -1 and 10; exactly 1 at +-0.
  * x > TL_EXPF_OVERFLOW: +inf. Below the normal range, -inf included: +0. NaN: 0x7FC00000. */
 TL_API float tl_expf(float x);

@@ -1,0 +1,353 @@
+# SPDX-License-Identifier: MIT
+"""Plants each known fault in a copy of the sources; the test its patch names must fail.
+
+    run.py [-j N] [--list] [NAME or PREFIX ...]
+
+A mutant is one patch beside this file. Above the diff stand
+
+    killed-by: test_paged_attn:hand_example         (a C test program and a test in it), or
+    killed-by: test_paged_cache.py::test_fork       (a pytest test)
+    why: one sentence
+    needs: avx2                                     (only where the fault can be seen on nothing else)
+
+Each is planted in a copy of one unmutated build, so that only what it changed is compiled again. A fault in
+a file that is compiled once per instruction set is compiled for one of them, and the test runs on that one.
+
+Killed: the test fails, dies, or hangs, and passes without the fault. Everything else fails the run: a
+survivor, a patch that no longer applies, a fault that does not compile, a test that is not there or fails
+anyway.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[2]
+SOURCES = ("c", "python", "tests", "Makefile", "pyproject.toml")
+PER_ISA = ("c/src/numerics/", ".isa.c")  # what marks a file that is compiled once per instruction set
+# Killers that never run the attention kernels, which take longest to compile.
+NO_ATTENTION = ("test_numerics:", "test_softmax:", "test_kv_append:")
+MAKE = ("make", "--no-print-directory", "B=build", "CFLAGS=-O1")
+
+
+class Bad(Exception):
+    """Why a mutant proves nothing."""
+
+
+@dataclass(frozen=True)
+class Hunk:
+    path: str
+    old: tuple[str, ...]
+    new: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    killer: str
+    why: str
+    needs: str
+    hunks: tuple[Hunk, ...]
+
+    @property
+    def paths(self) -> list[str]:
+        return sorted({hunk.path for hunk in self.hunks})
+
+    @property
+    def per_isa(self) -> bool:
+        return any(mark in path for path in self.paths for mark in PER_ISA)
+
+
+@dataclass(frozen=True)
+class Result:
+    mutant: Mutant
+    killed: bool
+    how: str
+    seconds: float
+
+
+# --- reading patches ----------------------------------------------------------------------------------------
+
+
+def read_mutant(patch: Path) -> Mutant:
+    head: dict[str, str] = {}
+    hunks: list[Hunk] = []
+    path = ""
+    old: list[str] = []
+    new: list[str] = []
+    lines = [*patch.read_text(encoding="utf-8").splitlines(), "@@"]
+    for line in lines:
+        if line.startswith("@@") or line.startswith("--- "):
+            if old or new:
+                hunks.append(Hunk(path, tuple(old), tuple(new)))
+                old, new = [], []
+        elif line.startswith("+++ "):
+            path = line[4:].split("\t")[0].removeprefix("b/")
+        elif not path:
+            key, colon, value = line.partition(": ")
+            if colon:
+                head[key] = value.strip()
+        else:
+            if line[:1] in ("-", " ", ""):
+                old.append(line[1:])
+            if line[:1] in ("+", " ", ""):
+                new.append(line[1:])
+    if "killed-by" not in head or "why" not in head or not hunks:
+        raise SystemExit(f"{patch.name}: needs 'killed-by:', 'why:' and a diff")
+    return Mutant(patch.stem, head["killed-by"], head["why"], head.get("needs", ""), tuple(hunks))
+
+
+def apply(mutant: Mutant, tree: Path) -> None:
+    """Line numbers are not looked at: what a hunk replaces must stand in its file exactly once."""
+    there = [path for path in mutant.paths if (tree / path).is_file()]
+    texts = {path: (tree / path).read_text(encoding="utf-8") for path in there}
+    for hunk in mutant.hunks:
+        if hunk.path not in texts:
+            raise Bad(f"no longer applies: {hunk.path} is gone")
+        old, new = ("".join(line + "\n" for line in lines) for lines in (hunk.old, hunk.new))
+        text = "\n" + texts[hunk.path]
+        found = text.count("\n" + old)
+        if found != 1:
+            where = "is not there" if found == 0 else f"is there {found} times: give it more context"
+            raise Bad(f"no longer applies: in {hunk.path}, {hunk.old[len(hunk.old) // 2].strip()!r} {where}")
+        texts[hunk.path] = text.replace("\n" + old, "\n" + new)[1:]
+    for path, text in texts.items():
+        (tree / path).write_text(text, encoding="utf-8")
+
+
+# --- building and running -----------------------------------------------------------------------------------
+
+
+def isa_here() -> str:
+    """The instruction set that per-ISA faults are compiled for."""
+    if platform.machine() == "aarch64":
+        return "neon"
+    try:
+        flags = set(Path("/proc/cpuinfo").read_text(encoding="ascii", errors="ignore").split())
+    except OSError:
+        flags = set()
+    return "avx2" if {"avx2", "fma", "f16c"} <= flags else "scalar"
+
+
+def program(killer: str) -> str:
+    """The C program of a killer, or '' for a pytest test."""
+    return "" if ".py::" in killer else killer.partition(":")[0]
+
+
+def make(tree: Path, *arguments: str) -> None:
+    done = subprocess.run([*MAKE, *arguments], cwd=tree, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        lines = (done.stdout + done.stderr).splitlines()
+        errors = [line.strip() for line in lines if "error" in line or "***" in line]
+        raise Bad("did not compile: " + (errors or ["make failed"])[0])
+
+
+def environment(tree: Path, isa: str) -> dict[str, str]:
+    ours = ("TINYLLM_", "MAKE", "PARITY_")
+    env = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
+    env["PYTHONPATH"] = os.pathsep.join(str(tree / part) for part in ("python", "tests/L9.4"))
+    env["PYTHONDONTWRITEBYTECODE"] = "1"
+    env["TINYLLM_LIB"] = str(tree / "build/libtinyllm.so")
+    env["TINYLLM_BUILD"] = "build"
+    if isa:
+        env["TINYLLM_ISA"] = isa
+    return env
+
+
+def run_test(tree: Path, killer: str, isa: str, seconds: float) -> str:
+    """'' where the test passes, else how it failed. Raises Bad where it cannot run."""
+    name = program(killer)
+    if name:
+        command = [f"build/tests/{name}", killer.partition(":")[2]]
+    else:
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/L9.4/{killer}"]
+    child = subprocess.Popen(
+        command,
+        cwd=tree,
+        env=environment(tree, isa),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        output = child.communicate(timeout=seconds)[0].decode(errors="replace")
+    except subprocess.TimeoutExpired:
+        return "hang"
+    finally:  # and whatever the test itself started
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+    if child.returncode == 0:
+        return ""
+    if child.returncode == -signal.SIGALRM:
+        return "hang"  # the test's own watchdog
+    if child.returncode < 0:
+        return f"crash ({signal.Signals(-child.returncode).name})"
+    if name and "0 passed, 0 failed" in output:
+        raise Bad(f"{name} has no test {command[1]}")
+    if child.returncode == 1:
+        return "failed check"
+    if name:
+        return f"exit status {child.returncode}"
+    raise Bad(f"pytest could not run {killer}: " + (output.strip().splitlines() or ["?"])[-1])
+
+
+class Bench:
+    """The unmutated tree, built once, and its copies."""
+
+    def __init__(self, root: Path, jobs: int) -> None:
+        self.root, self.jobs, self.base = root, jobs, root / "base"
+        self.isa = isa_here()
+        self.baseline: dict[tuple[str, str], tuple[str, float]] = {}
+
+    def build(self, mutants: Iterable[Mutant]) -> None:
+        self.base.mkdir()
+        ignore = shutil.ignore_patterns("build", "__pycache__", "mutants")
+        for name in SOURCES:
+            source = ROOT / name
+            if source.is_dir():
+                shutil.copytree(source, self.base / name, ignore=ignore)
+            else:
+                shutil.copy2(source, self.base / name)
+        programs = sorted({program(mutant.killer) for mutant in mutants} - {""})
+        there = [name for name in programs if (self.base / f"tests/L9.4/{name}.c").is_file()]
+        make(self.base, f"-j{self.jobs}", "all", *(f"build/tests/{name}" for name in there))
+
+    def check_baseline(self, killer: str, isa: str) -> None:
+        """The killer must pass without any fault, else it proves nothing. One that goes by the clock may
+        stumble once on a busy machine."""
+        started = time.monotonic()
+        try:
+            name = program(killer)
+            if name and not (self.base / f"build/tests/{name}").is_file():
+                raise Bad(f"there is no tests/L9.4/{name}.c")
+            how = run_test(self.base, killer, isa, 240) and run_test(self.base, killer, isa, 240)
+            trouble = f"{killer} fails without the fault, too: {how}" if how else ""
+        except Bad as bad:
+            trouble = str(bad)
+        self.baseline[killer, isa] = trouble, time.monotonic() - started
+
+    def run_isa(self, mutant: Mutant) -> str:
+        return self.isa if mutant.per_isa else ""
+
+    def run(self, mutant: Mutant) -> Result:
+        started = time.monotonic()
+        tree = self.root / mutant.name
+        try:
+            how = self.attempt(mutant, tree)
+            killed, how = bool(how), how or "SURVIVED"
+        except Bad as bad:
+            killed, how = False, str(bad)
+        shutil.rmtree(tree, ignore_errors=True)
+        return Result(mutant, killed, how, time.monotonic() - started)
+
+    def attempt(self, mutant: Mutant, tree: Path) -> str:
+        isa = self.run_isa(mutant)
+        trouble, seconds = self.baseline[mutant.killer, isa]
+        shutil.copytree(self.base, tree)  # keeps the times of the files, so make sees what is newer
+        apply(mutant, tree)  # first: a stale patch is to be heard of in any case
+        if trouble:
+            raise Bad(trouble)
+        if any(path.startswith("c/") for path in mutant.paths):
+            name = program(mutant.killer)
+            keep = self.stale_objects(tree, mutant, isa) if isa else []
+            make(tree, *keep, f"build/tests/{name}" if name else "build/libtinyllm.so")
+        return run_test(tree, mutant.killer, isa, 15 + 10 * seconds)
+
+    def stale_objects(self, tree: Path, mutant: Mutant, isa: str) -> list[str]:
+        """What make is to leave as it is: objects for other instruction sets, and what the killer never
+        runs."""
+        skip = "attn_rows." if mutant.killer.startswith(NO_ATTENTION) else "/"
+        return [
+            f"--assume-old={path.relative_to(tree)}"
+            for path in (tree / "build/obj").glob("*/*.*.o")
+            if not path.name.endswith(f".{isa}.o") or path.name.startswith(skip)
+        ]
+
+
+# --- the run ------------------------------------------------------------------------------------------------
+
+
+def choose(mutants: list[Mutant], wanted: list[str]) -> list[Mutant]:
+    for prefix in wanted:
+        if not any(mutant.name.startswith(prefix) for mutant in mutants):
+            raise SystemExit(f"no mutant is called {prefix}...")
+    return [mutant for mutant in mutants if not wanted or mutant.name.startswith(tuple(wanted))]
+
+
+def run_all(mutants: list[Mutant], jobs: int, root: Path) -> list[Result]:
+    bench = Bench(root, jobs)
+    print(f"building the unmutated tree; {len(mutants)} mutants, {jobs} at a time", flush=True)
+    bench.build(mutants)
+    with ThreadPoolExecutor(jobs) as threads:
+        killers = sorted({(mutant.killer, bench.run_isa(mutant)) for mutant in mutants})
+        list(threads.map(lambda killer: bench.check_baseline(*killer), killers))
+        results: list[Result] = []
+        for result in threads.map(bench.run, mutants):
+            results.append(result)
+            mark = "killed" if result.killed else "FAILED"
+            print(f"  {len(results):3}/{len(mutants)}  {mark}  {result.mutant.name}", flush=True)
+    return results
+
+
+def table(results: list[Result]) -> str:
+    rows = [("mutant", "file", "killed by", "    s", "how")]
+    for r in results:
+        files = [path.removeprefix("c/src/").removeprefix("python/tinyllm/") for path in r.mutant.paths]
+        rows.append((r.mutant.name, ", ".join(files), r.mutant.killer, f"{r.seconds:5.1f}", r.how))
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, [*widths, 0], strict=True)) for row in rows
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Plants known faults; every one must be killed by its test.")
+    cpus = os.cpu_count() or 1
+    parser.add_argument("-j", type=int, default=cpus, metavar="N", help="mutants at a time (CPUs)")
+    parser.add_argument("--list", action="store_true", help="print the mutants and stop")
+    parser.add_argument("names", nargs="*", help="names of mutants, or how they begin (all)")
+    args = parser.parse_args()
+    mutants = choose([read_mutant(patch) for patch in sorted(HERE.glob("*.patch"))], args.names)
+    if args.list:
+        for mutant in mutants:
+            print(f"{mutant.name}\n    {mutant.why}\n    killed by {mutant.killer}")
+        return 0
+    unseen = [mutant for mutant in mutants if mutant.needs not in ("", isa_here())]
+    with tempfile.TemporaryDirectory(prefix="tinyllm-mutants-") as root:
+        try:
+            planted = [mutant for mutant in mutants if mutant not in unseen]
+            results = run_all(planted, max(1, args.j), Path(root))
+        except Bad as bad:
+            print(f"the unmutated tree: {bad}\n0 passed, {len(mutants)} failed")
+            return 1
+    print(table(results))
+    for mutant in unseen:
+        print(f"{mutant.name}: not planted, this CPU has no {mutant.needs}")
+    stale = [r for r in results if r.how.startswith("no longer applies")]
+    if stale:
+        print("\npatches to refresh, because the code they change has moved on:")
+        for r in stale:
+            print(f"  {r.mutant.name}.patch {r.how}")
+    failed = sum(not r.killed for r in results)
+    print(f"{len(results) - failed} passed, {failed} failed")
+    return 1 if failed or not results else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
