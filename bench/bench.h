@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* bench.h: timing for benchmarks that interleave what they compare: a clock, order statistics, repeatable inputs, and a probe that tells
- * whether two threads really have two cores at the moment. */
+/* bench.h: timing for benchmarks that interleave what they compare: a clock, order statistics, repeatable inputs, and a
+ * probe that tells whether two threads really have two cores at the moment. */
 #ifndef TL_BENCH_H
 #define TL_BENCH_H
 

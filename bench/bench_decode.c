@@ -3,10 +3,11 @@
  *
  *     bench_decode [--quick] [--json FILE] [--isa NAME[,NAME]] [--threads N] [B ctx H Hkv D [b]]
  *
- * roof: loads every byte of K and V once, in the same order, the next block prefetched; nothing faster can read them. plain: what a
- * careful user writes without a library: gather the sequence, two loops and expf. The pool has as many layers as make it four times the
- * last-level cache, and every repetition takes the next layer, so K and V come from memory. Outputs are compared before anything is
- * timed. Figures are medians; repetitions during which two threads did not run 1.4 times as fast as one are thrown away and counted. */
+ * roof: loads every byte of K and V once, in the same order, the next block prefetched; nothing faster can read them.
+ * plain: what a careful user writes without a library: gather the sequence, two loops and expf. The pool has as many
+ * layers as make it four times the last-level cache, and every repetition takes the next layer, so K and V come from
+ * memory. Outputs are compared before anything is timed. Figures are medians; repetitions during which two threads did
+ * not run 1.4 times as fast as one are thrown away and counted. */
 #include <math.h>
 #include <stdatomic.h>
 #include <stdbool.h>
@@ -30,7 +31,8 @@ struct setup {
     double bytes, flops;
 };
 
-/* ---- what is compared ------------------------------------------------------------------------------------------------- */
+/* ---- what is compared
+ * ------------------------------------------------------------------------------------------------- */
 
 static _Atomic uint64_t keep; /* so that the loads of the roof are not removed */
 
@@ -121,7 +123,8 @@ static void step(struct setup *u, const char *what, tl_pool *tp)
     }
 }
 
-/* ---- inputs ----------------------------------------------------------------------------------------------------------- */
+/* ---- inputs
+ * ----------------------------------------------------------------------------------------------------------- */
 
 static struct setup set_up(struct shape s)
 {
@@ -184,7 +187,8 @@ static void check_outputs(struct setup *u, const char *const *what, int n)
     free(first);
 }
 
-/* ---- two cores? ------------------------------------------------------------------------------------------------------- */
+/* ---- two cores?
+ * ------------------------------------------------------------------------------------------------------- */
 
 static double probe_seconds[2];
 
@@ -213,7 +217,8 @@ static bool two_cores(tl_pool *tp)
     return 2 * alone / (now_s() - start) >= 1.4;
 }
 
-/* ---- a shape ---------------------------------------------------------------------------------------------------------- */
+/* ---- a shape
+ * ---------------------------------------------------------------------------------------------------------- */
 
 enum { MAX_WHAT = 6, MAX_REPS = 400 };
 

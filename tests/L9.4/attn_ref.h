@@ -1,12 +1,14 @@
 /* SPDX-License-Identifier: MIT */
-/* attn_ref.h: attention worked out a second time, one row and one position at a time, and the hostile surroundings it is
- * tested in.
+/* attn_ref.h: attention worked out a second time, one row and one position at a time, and the hostile surroundings it
+ * is tested in.
  *
- * ref_row is the arithmetic of ABI.md ("Bits") spelled out in scalar C: the library must equal it bit for bit. ref64_row is plain
- * softmax in double: the library must come close to it. Both share no code with the library but tl_expf.
+ * ref_row is the arithmetic of ABI.md ("Bits") spelled out in scalar C: the library must equal it bit for bit.
+ * ref64_row is plain softmax in double: the library must come close to it. Both share no code with the library but
+ * tl_expf.
  *
- * Words. lane, tile, split: as in attention.h. case: one decode step (struct paged) in a pool of its own, where every slot that no
- * row sees holds poison, every table entry that must not be read holds garbage, and every array ends at an unmapped page. */
+ * Words. lane, tile, split: as in attention.h. case: one decode step (struct paged) in a pool of its own, where every
+ * slot that no row sees holds poison, every table entry that must not be read holds garbage, and every array ends at an
+ * unmapped page. */
 #ifndef TL_ATTN_REF_H
 #define TL_ATTN_REF_H
 
@@ -44,7 +46,8 @@ static inline float *floats(int64_t n)
 
 /* ---- the arithmetic ---- */
 
-/* One row of q against the keys of its KV head: k and v are [positions][D] from position 0; positions lo .. hi are seen. */
+/* One row of q against the keys of its KV head: k and v are [positions][D] from position 0; positions lo .. hi are
+ * seen. */
 struct ref_row {
     const float *q, *k, *v;
     int64_t D, lo, hi;
@@ -394,7 +397,8 @@ static inline uint16_t *paged_row(const struct paged *c, int64_t s, int64_t j, i
     return slot_row(c->kv, &c->cfg, id, c->layer, is_v, head, j % c->cfg.block_tokens);
 }
 
-/* Every element of every block, all layers: poison. The blocks are taken, and then given poison by way of their slabs. */
+/* Every element of every block, all layers: poison. The blocks are taken, and then given poison by way of their slabs.
+ * */
 static inline void poison_pool(tl_kv_pool *kv, const tl_kv_cfg *cfg)
 {
     const int64_t n = (int64_t)cfg->n_kv_heads * cfg->block_tokens * cfg->head_dim;
@@ -526,7 +530,8 @@ static inline tl_status paged_call(const struct paged *c, tl_pool *tp)
                                     c->scale, c->window, tp);
 }
 
-/* Runs the step into freshly painted out: TL_OK, all written, the rim left alone. (A row may rightly hold NaN, never the paint.) */
+/* Runs the step into freshly painted out: TL_OK, all written, the rim left alone. (A row may rightly hold NaN, never
+ * the paint.) */
 static inline void paged_run(const struct paged *c, tl_pool *tp)
 {
     repaint(c->out, paged_size(c));

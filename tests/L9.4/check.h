@@ -100,8 +100,8 @@ static inline int64_t rng_below(uint64_t *state, int64_t n) /* in [0, n) */
     return (int64_t)(rng_next(state) % (uint64_t)n);
 }
 
-/* n bytes whose last one is followed by an unmapped page, and whose start is not aligned beyond what that gives. The memory
- * stays for the life of the test program unless given back with guarded_free. */
+/* n bytes whose last one is followed by an unmapped page, and whose start is not aligned beyond what that gives. The
+ * memory stays for the life of the test program unless given back with guarded_free. */
 static inline void *guarded(size_t n)
 {
     const size_t page = (size_t)sysconf(_SC_PAGESIZE), body = (n + page - 1) / page * page;

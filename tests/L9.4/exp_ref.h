@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /* exp_ref.h: exp and log once more, one float and one operation at a time, in the order that numerics/coef.h words; the
- * distance of a float from a real number in ulp; the walk over instruction sets; float modes that a caller may be in. Shares
- * nothing with the library but the constants. */
+ * distance of a float from a real number in ulp; the walk over instruction sets; float modes that a caller may be in.
+ * Shares nothing with the library but the constants. */
 #ifndef TL_EXP_REF_H
 #define TL_EXP_REF_H
 
@@ -61,7 +61,8 @@ static inline double ulps_off(float got, long double want)
     return (double)fabsl(ldexpl((long double)got - want, 24 - e));
 }
 
-/* Runs the statement after it once per instruction set of this CPU, selected, `k` being its table; the best one stays selected.
+/* Runs the statement after it once per instruction set of this CPU, selected, `k` being its table; the best one stays
+ * selected.
  * (A check that fails leaves the loop and the selection as they are: the program fails anyway.) */
 #define FOR_EACH_ISA(k)                                       \
     const struct tl_kernels *k;                               \

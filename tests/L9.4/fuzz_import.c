@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT */
-/* fuzz_import.c: libFuzzer on the one parser of foreign bytes, tl_kv_import. Every input goes in twice: as it is, and with its checksum put
- * right, so that what lies behind the checksum is reached. A refusal must leave the pool as it was; what was taken must export to the
- * same bytes again (but for hashes another block held). */
+/* fuzz_import.c: libFuzzer on the one parser of foreign bytes, tl_kv_import. Every input goes in twice: as it is, and
+ * with its checksum put right, so that what lies behind the checksum is reached. A refusal must leave the pool as it
+ * was; what was taken must export to the same bytes again (but for hashes another block held). */
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: MIT */
-/* kv_check.h: what the tests of the block pool share: a snapshot that shows whether a refused call left everything as it was, an audit
- * of the pool's structures against each other, and a hook that counts, fails on demand and pretends to have endless memory. */
+/* kv_check.h: what the tests of the block pool share: a snapshot that shows whether a refused call left everything as
+ * it was, an audit of the pool's structures against each other, and a hook that counts, fails on demand and pretends to
+ * have endless memory. */
 #ifndef TL_KV_CHECK_H
 #define TL_KV_CHECK_H
 
@@ -119,7 +120,8 @@ static inline const char *kv_snap_diff(const struct kv_snap *a, const struct kv_
                                                                                                    : NULL;
 }
 
-/* `statement` changes nothing in the pool, and sets the slot to a line that starts with the function's name and holds `words`.
+/* `statement` changes nothing in the pool, and sets the slot to a line that starts with the function's name and holds
+ * `words`.
  * It may use longjmp-free statements only, so that the snapshots are given back. */
 #define CHECK_REFUSED(kv, statement, fn, words)                                                            \
     do {                                                                                                   \
@@ -137,8 +139,8 @@ static inline const char *kv_snap_diff(const struct kv_snap *a, const struct kv_
 
 /* ---- audit ---- */
 
-/* The structures agree with each other: every block in exactly one state, lists whole in both directions, and every registered
- * block, and no other, in the one bucket a lookup of its hash walks. */
+/* The structures agree with each other: every block in exactly one state, lists whole in both directions, and every
+ * registered block, and no other, in the one bucket a lookup of its hash walks. */
 static inline void kv_audit(const tl_kv_pool *kv)
 {
     uint32_t n_free = kv->cfg.n_blocks - kv->n_touched, n_cached = 0, n_used = 0, n_named = 0, n_indexed = 0;

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: MIT */
-/* parity_attn.c: every instruction set this CPU has against the reference of attn_ref.h, and so against scalar, bit for bit:
- * decode over a pool, prefill in one call and prefill in chunks. A few thousand shapes chosen so that every tail and every edge is
- * met; PARITY_FULL=1 in the environment runs a far longer sweep of the same tests. */
+/* parity_attn.c: every instruction set this CPU has against the reference of attn_ref.h, and so against scalar, bit for
+ * bit:
+ * decode over a pool, prefill in one call and prefill in chunks. A few thousand shapes chosen so that every tail and
+ * every edge is met; PARITY_FULL=1 in the environment runs a far longer sweep of the same tests. */
 #include "attn_ref.h"
 
 /* How often a loop over random shapes goes round: more with PARITY_FULL=1. */
@@ -53,8 +54,8 @@ static void prefill(struct flash f, int64_t cut)
     }
 }
 
-/* Prefill of the case's keys: Tq rows, the last of which are the decode's queries. Keys are seen by every row that reaches them, so hidden
- * ones (NaN after a gather) are given values first. */
+/* Prefill of the case's keys: Tq rows, the last of which are the decode's queries. Keys are seen by every row that
+ * reaches them, so hidden ones (NaN after a gather) are given values first. */
 static void check_prefill(const struct paged *c, int64_t Tq, uint64_t *rng, const char *what)
 {
     const int64_t T = c->ctx[0], n = c->H * Tq * c->D, nk = c->Hkv * T * c->D;

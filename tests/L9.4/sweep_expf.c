@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: MIT */
-/* sweep_expf.c: exp of every float from the lowest that is looked at to the overflow, and log of every float from 1/2 to
- * 2^40 (which holds every softmax denominator). No part of `make test`: it takes some two minutes of CPU time. Every
- * instruction set must give the same bits of exp everywhere; the worst error of each function is printed with the input it
- * stands at, and compared with the bound that numerics/coef.h states.
+/* sweep_expf.c: exp of every float from the lowest that is looked at to the overflow, and log of every float from 1/2
+ * to 2^40 (which holds every softmax denominator). No part of `make test`: it takes some two minutes of CPU time. Every
+ * instruction set must give the same bits of exp everywhere; the worst error of each function is printed with the input
+ * it stands at, and compared with the bound that numerics/coef.h states.
  *
  *     make c/build/tests/sweep_expf && c/build/tests/sweep_expf
  *

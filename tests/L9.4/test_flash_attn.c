@@ -45,7 +45,8 @@ static void flash_run(const struct flash *f)
 
 /* ---- values ---- */
 
-/* K = 0, V = j, D 1: row i is the mean of the positions it sees, lse the logarithm of their number (n == 0: none seen). */
+/* K = 0, V = j, D 1: row i is the mean of the positions it sees, lse the logarithm of their number (n == 0: none seen).
+ * */
 static void check_means(int64_t Tq, int64_t Tk, int64_t q_offset, int causal, int64_t window, const double *want, const int64_t *n)
 {
     float *q = floats(Tq), *k = floats(Tk), *v = floats(Tk), *o = painted(Tq), *lse = painted(Tq);
@@ -514,8 +515,8 @@ TEST(scratch_does_not_grow_with_the_context)
     tl_pool_destroy(tp);
 }
 
-/* One call whose k-th request of memory is refused, as are all later ones. Either it asks for less and is right, or it is TL_ENOMEM with
- * nothing written and the arena, where there is one, at its mark. Whether it was refused. */
+/* One call whose k-th request of memory is refused, as are all later ones. Either it asks for less and is right, or it
+ * is TL_ENOMEM with nothing written and the arena, where there is one, at its mark. Whether it was refused. */
 static bool refused_and_harmless(const struct flash *f, bool with_arena, long k)
 {
     const int64_t n = flash_rows(f) * f->D;

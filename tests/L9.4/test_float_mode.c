@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: MIT */
-/* test_float_mode.c: whatever floating-point mode the caller is in (rounding, flush-to-zero, unmasked traps, sticky flags), the bits are
- * the same and the mode is given back exactly.
+/* test_float_mode.c: whatever floating-point mode the caller is in (rounding, flush-to-zero, unmasked traps, sticky
+ * flags), the bits are the same and the mode is given back exactly.
  *
- * Words. mode: the value of the unit's control register, its sticky flags included (MXCSR on x86; FPCR and FPSR on Arm). */
+ * Words. mode: the value of the unit's control register, its sticky flags included (MXCSR on x86; FPCR and FPSR on
+ * Arm). */
 #include "attn_ref.h"
 
 #if defined(__x86_64__)

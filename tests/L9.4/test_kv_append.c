@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* test_kv_append.c: rounding K and V into the blocks of a sequence: the right places, the right bits, and all or nothing. */
+/* test_kv_append.c: rounding K and V into the blocks of a sequence: the right places, the right bits, and all or
+ * nothing. */
 #include <fenv.h>
 
 #include "kv_check.h"

@@ -545,7 +545,8 @@ static tl_status verdict(const tl_kv_pool *kv, const unsigned char *p, size_t le
     return n > s.free + s.cached ? TL_EFULL : TL_OK;
 }
 
-/* One change a writer with a fault might make; lengths and headers are hit often, and so are other ways to cut the same bytes. */
+/* One change a writer with a fault might make; lengths and headers are hit often, and so are other ways to cut the same
+ * bytes. */
 static size_t mutate(unsigned char *p, size_t len, uint64_t *seed)
 {
     static const uint32_t odd[] = {0, 1, 2, 3, 4, 5, 8, 16, 0x7FFFFFFF, 0x80000000u, UINT32_MAX};

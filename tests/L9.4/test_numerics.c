@@ -229,7 +229,8 @@ TEST(exp_edges)
     }
 }
 
-/* Where e^x is subnormal the result is +0. Within the error of the boundary it may be the least normal number instead. */
+/* Where e^x is subnormal the result is +0. Within the error of the boundary it may be the least normal number instead.
+ * */
 TEST(exp_below_the_normal_range_is_zero)
 {
     FOR_EACH_ISA(k)
@@ -309,8 +310,8 @@ TEST(exp_is_the_stated_arithmetic_on_every_instruction_set)
     }
 }
 
-/* A digest (FNV-1a over words, low byte first) of the bits that numerics version 1 stands for. It was worked out by a program of its
- * own; when it no longer holds, tl_numerics_version() has to change. */
+/* A digest (FNV-1a over words, low byte first) of the bits that numerics version 1 stands for. It was worked out by a
+ * program of its own; when it no longer holds, tl_numerics_version() has to change. */
 static uint64_t digest(uint64_t h, float y)
 {
     for (int i = 0; i < 4; i++)

@@ -134,7 +134,8 @@ TEST(hidden_keys_do_not_shift_the_maximum)
     paged_free(&c);
 }
 
-/* K = 0, V = j: the output is the mean position seen, so a mask that is off by one is off by a half. One sequence per length, blocks of b. */
+/* K = 0, V = j: the output is the mean position seen, so a mask that is off by one is off by a half. One sequence per
+ * length, blocks of b. */
 static void check_means(int64_t b, const int32_t *ctx, const double *want, int64_t B, int64_t window)
 {
     uint32_t tables[64];
@@ -598,7 +599,8 @@ TEST(block_size_and_alignment_change_nothing)
 
 #define DECODE "tl_paged_attn_decode_f32"
 
-/* A step of three sequences that is in order until faults are put in. q and out are one array, so that a test sees every write. */
+/* A step of three sequences that is in order until faults are put in. q and out are one array, so that a test sees
+ * every write. */
 enum { BAD_B = 3, BAD_H = 4, BAD_HKV = 2, BAD_D = 5, BAD_BLOCKS = 13, BAD_B_TOKENS = 4, BAD_SIZE = BAD_B * BAD_H * BAD_D };
 struct bad {
     float *both; /* q, then out; guarded */

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: MIT */
 /* test_pool.c: ranges, nesting, two callers, fork, signals, float mode, sleep and wake-up of the thread pool.
  *
- * Ranges run on other threads and may not CHECK: they write down what they saw, and the test looks at it afterwards. A test
- * that could wait for ever sets an alarm, which ends the program. */
+ * Ranges run on other threads and may not CHECK: they write down what they saw, and the test looks at it afterwards. A
+ * test that could wait for ever sets an alarm, which ends the program. */
 #include <fenv.h>
 #include <pthread.h>
 #include <sched.h>
@@ -908,8 +908,8 @@ TEST(calls_allocate_nothing)
 
 /* ---- fork ---- */
 
-/* Not under ThreadSanitizer: its own state does not survive a fork while other threads run, and it lets such a child start
- * no threads. */
+/* Not under ThreadSanitizer: its own state does not survive a fork while other threads run, and it lets such a child
+ * start no threads. */
 #if !UNDER_TSAN
 
 struct family {
@@ -1021,7 +1021,8 @@ static int (*const children[])(struct family *) = {
     child_has_a_child, child_makes_its_own_pool,     child_shares_pool_between_threads, /* the last two start threads */
 };
 
-/* Some emulators of other CPUs cannot start threads in a child forked beside threads: then the last two are left out. */
+/* Some emulators of other CPUs cannot start threads in a child forked beside threads: then the last two are left out.
+ * */
 static int count_children(void)
 {
     struct family family = {.pool = pool_of(4)};

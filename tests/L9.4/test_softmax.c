@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* test_softmax.c: softmax.h, against plain softmax in double for the values and against the stated order of operations, in
- * scalar C, for the bits. */
+/* test_softmax.c: softmax.h, against plain softmax in double for the values and against the stated order of operations,
+ * in scalar C, for the bits. */
 #include "exp_ref.h"
 #include "tinyllm/isa.h"
 #include "tinyllm/softmax.h"
@@ -239,7 +239,8 @@ TEST(many_equal_values_sum_to_one)
 
 /* ---- bits ---- */
 
-/* Any number of columns, at any alignment, an unmapped page behind and paint in front: the stated bits and nothing else. */
+/* Any number of columns, at any alignment, an unmapped page behind and paint in front: the stated bits and nothing
+ * else. */
 TEST(bits_are_the_stated_order_on_every_instruction_set)
 {
     enum { MOST = 131, RIM = 16, ROWS = 3 };

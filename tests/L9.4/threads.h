@@ -35,8 +35,8 @@ static inline void *thread_that_waits(void *until)
     return NULL;
 }
 
-/* The count while the test has started no thread. A sanitizer or an emulator starts threads of its own with the program's
- * first, so one comes and goes before. */
+/* The count while the test has started no thread. A sanitizer or an emulator starts threads of its own with the
+ * program's first, so one comes and goes before. */
 static inline int threads_at_rest(void)
 {
     static pthread_mutex_t until = PTHREAD_MUTEX_INITIALIZER;

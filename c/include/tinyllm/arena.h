@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: MIT */
 /* arena.h: bump allocation with marks, for scratch that a kernel takes and gives back as a stack.
  *
- * An arena owns a list of blocks and hands out pieces of them from front to back. Marks name a position; resetting to one releases all that
- * was taken after it and keeps the blocks, so a steady state asks the allocator hook for nothing.
+ * An arena owns a list of blocks and hands out pieces of them from front to back. Marks name a position; resetting to
+ * one releases all that was taken after it and keeps the blocks, so a steady state asks the allocator hook for nothing.
  * Not thread-safe: the caller serialises calls on one arena. */
 #ifndef TINYLLM_ARENA_H
 #define TINYLLM_ARENA_H
@@ -20,7 +20,8 @@ typedef struct {
     size_t offset, block;
 } tl_arena_mark;
 
-/* bytes_used: live bytes with their padding; bytes_reserved: the sizes of all blocks; high_water: the largest bytes_used so far.
+/* bytes_used: live bytes with their padding; bytes_reserved: the sizes of all blocks; high_water: the largest
+ * bytes_used so far.
  * 32 bytes. */
 typedef struct {
     size_t bytes_used, bytes_reserved, high_water, n_blocks;
@@ -35,7 +36,8 @@ TL_API tl_status tl_arena_create(size_t block_bytes, tl_arena **out);
 
 /* n bytes at a multiple of `align` (0: TL_ARENA_DEFAULT_ALIGN; a power of two up to TL_ARENA_MAX_ALIGN), uninitialised,
  * valid until a reset to an earlier mark. A request too large for block_bytes gets a block of its own.
- * NULL with the slot set, and the arena unchanged: NULL arena, n == 0, a bad align, a size that would wrap, a hook that fails. */
+ * NULL with the slot set, and the arena unchanged: NULL arena, n == 0, a bad align, a size that would wrap, a hook that
+ * fails. */
 TL_API void *tl_arena_alloc(tl_arena *arena, size_t n, size_t align);
 
 /* The current position; (0, 0) with the slot set for NULL. */

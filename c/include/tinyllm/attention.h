@@ -1,18 +1,22 @@
 /* SPDX-License-Identifier: MIT */
 /* attention.h: prefill over contiguous K and V, and one decode step over a paged KV cache.
  *
- * Dimensions: B sequences, H query heads, Hkv KV heads, G = H / Hkv heads in a group (query head h reads KV head h / G), D head width.
+ * Dimensions: B sequences, H query heads, Hkv KV heads, G = H / Hkv heads in a group (query head h reads KV head h /
+ * G), D head width.
  *
  *     s[j]   = scale * dot(q, k[j])                        for every key j the row sees
  *     out    = sum over j of softmax(s)[j] * v[j]          lse = ln(sum over j of e^s[j])
  *
- * A row at position p sees key j when (not causal or j <= p) and (window <= 0 or j > p - window): the window counts the row's own position.
- * A sink logit joins the denominator once, unscaled, with no value. A row that sees no key: out = 0 and lse = -inf (with a sink:
- * out = 0, lse = the sink). A visible score that is NaN or +inf, or a sink that is, makes the row NaN, always as 0x7FC00000.
+ * A row at position p sees key j when (not causal or j <= p) and (window <= 0 or j > p - window): the window counts the
+ * row's own position.
+ * A sink logit joins the denominator once, unscaled, with no value. A row that sees no key: out = 0 and lse = -inf
+ * (with a sink: out = 0, lse = the sink). A visible score that is NaN or +inf, or a sink that is, makes the row NaN, always as
+ * 0x7FC00000.
  *
- * Bits: a row of the result is a pure function of that row of q, the K and V it sees and the scalar options: the same in any
- * batch, on any number of threads, on every instruction set, in any blocks, by prefill or by decode, in any float mode of the caller
- * (ABI.md, "Bits"; the arithmetic is written in c/src/numerics/canon.h and c/src/kernels/attn_rows.isa.c).
+ * Bits: a row of the result is a pure function of that row of q, the K and V it sees and the scalar options: the same
+ * in any batch, on any number of threads, on every instruction set, in any blocks, by prefill or by decode, in any
+ * float mode of the caller (ABI.md, "Bits"; the arithmetic is written in c/src/numerics/canon.h and
+ * c/src/kernels/attn_rows.isa.c).
  * Threads: reentrant; calls may share a pool of blocks while nobody writes the blocks they read. */
 #ifndef TINYLLM_ATTENTION_H
 #define TINYLLM_ATTENTION_H
@@ -34,35 +38,40 @@ TL_BEGIN_DECLS
  *   lse          [B,H,Tq]      written, natural logarithm; or NULL
  *   sink_logits  [H]           read; or NULL
  *   Br, Bc       tile hints, 0 picks; no bit of the result depends on them
- *   scratch      where working memory of a size independent of Tk comes from, left at the mark it was found at; NULL: a private one
+ *   scratch      where working memory of a size independent of Tk comes from, left at the mark it was found at; NULL: a
+ *                private one
  *   tp           who works; NULL: the calling thread
  *
- * All f32, row-major and contiguous. Outputs overlap neither inputs nor each other. With D == 0 every dot is +0, nothing is written to o and lse is.
+ * All f32, row-major and contiguous. Outputs overlap neither inputs nor each other. With D == 0 every dot is +0,
+ * nothing is written to o and lse is.
  * B, H or Tq == 0: TL_OK and nothing is written.
- * Errors, in this order, with o and lse untouched: TL_EINVAL (negative dimensions, Hkv < 1 with H > 0, q_offset < 0 or q_offset + Tq past
- * INT64_MAX, Br or Bc < 0, a size beyond the address space, a NULL tensor that would be read or written, an overlap);
- * TL_ESHAPE (H % Hkv != 0 or Hkv > H); TL_EUNSUPPORTED (TINYLLM_ISA names what is not here); TL_EBUSY (called on tp from
- * inside one of its ranges); TL_ENOMEM (scratch cannot grow). */
+ * Errors, in this order, with o and lse untouched: TL_EINVAL (negative dimensions, Hkv < 1 with H > 0, q_offset < 0 or
+ * q_offset + Tq past INT64_MAX, Br or Bc < 0, a size beyond the address space, a NULL tensor that would be read or
+ * written, an overlap); TL_ESHAPE (H % Hkv != 0 or Hkv > H); TL_EUNSUPPORTED (TINYLLM_ISA names what is not here);
+ * TL_EBUSY (called on tp from inside one of its ranges); TL_ENOMEM (scratch cannot grow). */
 TL_API tl_status tl_flash_attn_fwd_f32(const float *q, const float *k, const float *v, float *o, float *lse, int64_t B,
                                        int64_t H, int64_t Hkv, int64_t Tq, int64_t Tk, int64_t D, float scale,
                                        int64_t q_offset, int causal, int64_t window, const float *sink_logits,
                                        int64_t Br, int64_t Bc, tl_arena *scratch, tl_pool *tp);
 
-/* One decode step over the paged cache: sequence s holds ctx_lens[s] positions, the newest included, and its query stands at position
- * ctx_lens[s] - 1. Position j lives in slot j % block_tokens of block block_tables[s][j / block_tokens].
+/* One decode step over the paged cache: sequence s holds ctx_lens[s] positions, the newest included, and its query
+ * stands at position ctx_lens[s] - 1. Position j lives in slot j % block_tokens of block
+ * block_tables[s][j / block_tokens].
  *
  *   q             [B,H,D] f32            read
- *   block_tables  [B,max_blocks] u32     read, only the entries that hold a visible position: entries past the last needed one, or
- *                                        wholly before the window, may be anything
+ *   block_tables  [B,max_blocks] u32     read, only the entries that hold a visible position: entries past the last
+ *                                        needed one, or wholly before the window, may be anything
  *   ctx_lens      [B] i32, in tokens     read, 1 <= ctx_lens[s] <= max_blocks * block_tokens
  *   out           [B,H,D] f32            written; does not overlap q
  *
- * K and V are read as f16 and widened exactly; slots no visible position occupies are never read. Allocates nothing; takes no lock but tp's.
- * Errors, out untouched; where several things are wrong the first of these decides: TL_EINVAL for a NULL pointer (tp may be NULL), B < 0,
- * max_blocks < 1, layer out of range, a batch beyond the address space; TL_ESHAPE for Hkv or D other than the pool's, H < 1, H % Hkv != 0;
- * TL_EUNSUPPORTED for a pool format or a TINYLLM_ISA that is not here; then sequence by sequence TL_EINVAL for a context length below 1
- * or longer than max_blocks holds, and for an entry that would be read and names no block; TL_EINVAL where out overlaps q; TL_EBUSY last
- * (called on tp from inside one of its ranges). B == 0 with all else in order: TL_OK, nothing read or written. */
+ * K and V are read as f16 and widened exactly; slots no visible position occupies are never read. Allocates nothing;
+ * takes no lock but tp's.
+ * Errors, out untouched; where several things are wrong the first of these decides: TL_EINVAL for a NULL pointer (tp
+ * may be NULL), B < 0, max_blocks < 1, layer out of range, a batch beyond the address space; TL_ESHAPE for Hkv or D
+ * other than the pool's, H < 1, H % Hkv != 0; TL_EUNSUPPORTED for a pool format or a TINYLLM_ISA that is not here; then
+ * sequence by sequence TL_EINVAL for a context length below 1 or longer than max_blocks holds, and for an entry that
+ * would be read and names no block; TL_EINVAL where out overlaps q; TL_EBUSY last (called on tp from inside one of its
+ * ranges). B == 0 with all else in order: TL_OK, nothing read or written. */
 TL_API tl_status tl_paged_attn_decode_f32(const float *q, const tl_kv_pool *kv, uint32_t layer, const uint32_t *block_tables,
                                           int32_t max_blocks, const int32_t *ctx_lens, float *out, int64_t B, int64_t H,
                                           int64_t Hkv, int64_t D, float scale, int64_t window, tl_pool *tp);

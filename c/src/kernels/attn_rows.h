@@ -1,8 +1,10 @@
 /* SPDX-License-Identifier: MIT */
-/* attn_rows.h: the unit of attention that every entry point is cut into: a few query rows that share one walk over the K and V of one
- * KV head. A decode step's rows are the heads of a group; a prefill's are those at neighbouring positions.
+/* attn_rows.h: the unit of attention that every entry point is cut into: a few query rows that share one walk over the
+ * K and V of one KV head. A decode step's rows are the heads of a group; a prefill's are those at neighbouring
+ * positions.
  *
- * kv_view says where a layer's K and V lie; the block pool merely fills one in. A contiguous cache is a view of one long block. */
+ * kv_view says where a layer's K and V lie; the block pool merely fills one in. A contiguous cache is a view of one
+ * long block. */
 #ifndef TL_ATTN_ROWS_H
 #define TL_ATTN_ROWS_H
 

@@ -1,13 +1,14 @@
 /* SPDX-License-Identifier: MIT */
 /* attn_rows.isa.c: the arithmetic of a few query rows over one walk of K and V, the same for prefill and decode.
  *
- * Words. tile: sixteen consecutive positions, [16t, 16t+16). split: 1024 positions, [1024i, 1024i+1024). run: the tiles that are scored
- * before their values are added: a few of them, so that K and V of a run stay in the nearest cache. column: one of the
- * head_dim elements of a value.
+ * Words. tile: sixteen consecutive positions, [16t, 16t+16). split: 1024 positions, [1024i, 1024i+1024). run: the tiles
+ * that are scored before their values are added: a few of them, so that K and V of a run stay in the nearest cache.
+ * column: one of the head_dim elements of a value.
  *
- * For each split a row has a state (m, l, a): maximum, sixteen lanes of the denominator, unnormalised values. A finished split is merged
- * into `out`, in order; then the sink joins and the row is finished. Where every value of every row fits in work->acc the columns go
- * together, run by run; a wider head is scored a whole split at a time and its columns follow in pieces. The bits are the same. */
+ * For each split a row has a state (m, l, a): maximum, sixteen lanes of the denominator, unnormalised values. A
+ * finished split is merged into `out`, in order; then the sink joins and the row is finished. Where every value of
+ * every row fits in work->acc the columns go together, run by run; a wider head is scored a whole split at a time and
+ * its columns follow in pieces. The bits are the same. */
 #include <stdbool.h>
 
 #include "kernels/attn_rows.h"
@@ -37,8 +38,8 @@ V16_INLINE int64_t max64(int64_t a, int64_t b)
     return a > b ? a : b;
 }
 
-/* BLOCK(r, n) for the rows r .. r+n-1 of block after block; n is a constant in each call, so that what a block holds stays in
- * registers. */
+/* BLOCK(r, n) for the rows r .. r+n-1 of block after block; n is a constant in each call, so that what a block holds
+ * stays in registers. */
 #define EACH_ROW_BLOCK(n_rows, BLOCK)                        \
     do {                                                     \
         int r_ = 0;                                          \
@@ -52,7 +53,8 @@ V16_INLINE int64_t max64(int64_t a, int64_t b)
             BLOCK(r_, 1);                                    \
     } while (0)
 
-/* ---- finding K and V -------------------------------------------------------------------------------------------------- */
+/* ---- finding K and V
+ * -------------------------------------------------------------------------------------------------- */
 
 V16_INLINE int64_t element_bytes(tl_dtype dtype)
 {
@@ -84,9 +86,9 @@ static void find_rows(const job_t *job, const struct kv_side *side, int64_t lo, 
     }
 }
 
-/* Fills work->key and work->value for the positions of a run that are in the span, and of the next few tiles. Index 0 is the
- * first slot of the run's first tile; slots before or behind the span point at the nearest row inside, so that a tile can be
- * loaded whole and masked afterwards. */
+/* Fills work->key and work->value for the positions of a run that are in the span, and of the next few tiles. Index 0
+ * is the first slot of the run's first tile; slots before or behind the span point at the nearest row inside, so that a
+ * tile can be loaded whole and masked afterwards. */
 static void find_run(const job_t *job, struct run run, struct span span)
 {
     const int64_t origin = run.first * 16, lo = max64(origin, span.lo), hi = min64((run.end + ATTN_AHEAD) * 16, span.hi);
@@ -101,7 +103,8 @@ static void find_run(const job_t *job, struct run run, struct span span)
     }
 }
 
-/* Rows of K and of V some tiles ahead, fetched into the second-level cache a line at a time while others are computed with. */
+/* Rows of K and of V some tiles ahead, fetched into the second-level cache a line at a time while others are computed
+ * with. */
 struct ahead {
     bool wanted;
     const void *const *key, *const *value;
@@ -112,7 +115,8 @@ V16_INLINE void prefetch(const void *row, int64_t d, tl_dtype dtype)
     __builtin_prefetch((const char *)row + d * element_bytes(dtype), 0, 2);
 }
 
-/* ---- scores ----------------------------------------------------------------------------------------------------------- */
+/* ---- scores
+ * ----------------------------------------------------------------------------------------------------------- */
 
 /* One step of the dots of n_rows rows with V16_KEYS keys: elements d .. d+15 of each. */
 V16_INLINE void dot_step(int n_rows, const struct attn_row *row, const void *const *key, int64_t d, tl_dtype dtype,
@@ -139,9 +143,9 @@ V16_INLINE void dot_rest(int n_rows, const struct attn_row *row, const void *con
     }
 }
 
-/* The lanes of the dots with keys key[0], key[4], ..., not folded yet. Lane i sums d = i, i+16, ... in rising order; lanes past the head
- * width are left alone in the last step. Thirty-two elements of f16 are a cache line: the first half of a step fetches one
- * of K ahead, the second one of V. */
+/* The lanes of the dots with keys key[0], key[4], ..., not folded yet. Lane i sums d = i, i+16, ... in rising order;
+ * lanes past the head width are left alone in the last step. Thirty-two elements of f16 are a cache line: the first
+ * half of a step fetches one of K ahead, the second one of V. */
 V16_INLINE void dot_lanes(int n_rows, const struct attn_row *row, const void *const *key, int64_t dim, tl_dtype dtype,
                           struct ahead ahead, v16 acc[V16_ROWS][V16_KEYS])
 {
@@ -199,7 +203,8 @@ static inline float *score_of(work_t *work, struct run run, int r, int64_t t)
     return work->score + (r * (run.end - run.first) + (t - run.first)) * 16;
 }
 
-/* One row takes in the scores of a tile, of which it sees slots lo .. hi-1: raises m, adds exp(s - m) to l and leaves it in place of s.
+/* One row takes in the scores of a tile, of which it sees slots lo .. hi-1: raises m, adds exp(s - m) to l and leaves
+ * it in place of s.
  * Where m does not rise nothing is rescaled. A tile that leaves m at -inf counts for nothing. */
 static void absorb_tile(work_t *work, int r, int64_t tile, float *score, int lo, int hi)
 {
@@ -255,15 +260,18 @@ V16_INLINE void score_run(const job_t *job, struct run run, tl_dtype dtype)
     }
 }
 
-/* ---- values ----------------------------------------------------------------------------------------------------------- */
+/* ---- values
+ * ----------------------------------------------------------------------------------------------------------- */
 
 /* Where the values of a block of rows go: acc holds `stride` floats a row, for columns `first` and up. */
 struct columns {
     int64_t first, width, stride;
 };
 
-/* n_vec vectors of columns from c on (the last `n` < 16 wide where n_vec is 1) of rows r0 .. r0+n_rows-1 take in the values of a run:
- * rescaled by each tile's alpha, then plus score * v for the seen slots in rising order. The rows see the same slots. */
+/* n_vec vectors of columns from c on (the last `n` < 16 wide where n_vec is 1) of rows r0 .. r0+n_rows-1 take in the
+ * values of a run:
+ * rescaled by each tile's alpha, then plus score * v for the seen slots in rising order. The rows see the same slots.
+ * */
 V16_INLINE void add_values(const job_t *job, int r0, int n_rows, struct run run, struct columns columns, int64_t c, int n_vec, int64_t n,
                            tl_dtype dtype)
 {
@@ -354,7 +362,8 @@ V16_INLINE void add_run(const job_t *job, struct run run, struct columns columns
     EACH_ROW_BLOCK(job->n_rows, ADD_BLOCK);
 }
 
-/* ---- splits ----------------------------------------------------------------------------------------------------------- */
+/* ---- splits
+ * ----------------------------------------------------------------------------------------------------------- */
 
 /* A split starts from m = -inf, l = 0. */
 static void open_split(const job_t *job)
@@ -439,7 +448,8 @@ V16_INLINE void wide_split(const job_t *job, struct run split, struct span span,
     }
 }
 
-/* ---- the end of a row ------------------------------------------------------------------------------------------------- */
+/* ---- the end of a row
+ * ------------------------------------------------------------------------------------------------- */
 
 static void scale_row(float *out, int64_t dim, float factor)
 {
@@ -487,7 +497,8 @@ static void finish_row(const job_t *job, int r)
         *row->lse = lse != lse ? canon_nan() : lse;
 }
 
-/* ---- a job ------------------------------------------------------------------------------------------------------------ */
+/* ---- a job
+ * ------------------------------------------------------------------------------------------------------------ */
 
 static struct span seen_by_any(const job_t *job)
 {

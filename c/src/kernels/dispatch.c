@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* dispatch.c: which instruction set runs. The tables stand in isas.def's order, slowest first; the last one this CPU can run is taken
- * at first use, unless TINYLLM_ISA names one. */
+/* dispatch.c: which instruction set runs. The tables stand in isas.def's order, slowest first; the last one this CPU
+ * can run is taken at first use, unless TINYLLM_ISA names one. */
 #include <pthread.h>
 #include <stdbool.h>
 #include <stdio.h>

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: MIT */
-/* flash_attn.c: prefill over contiguous K and V. Each KV head of a batch entry is a view of one long block; its query rows, the heads of the
- * group at one position after another, are cut into jobs of neighbours, which see nearly the same keys. */
+/* flash_attn.c: prefill over contiguous K and V. Each KV head of a batch entry is a view of one long block; its query
+ * rows, the heads of the group at one position after another, are cut into jobs of neighbours, which see nearly the
+ * same keys. */
 #include <math.h>
 #include <stdbool.h>
 

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: MIT */
 /* kernels.h: what an instruction set has to bring, and how the chosen one is reached.
  *
- * A *.isa.c file is compiled once per instruction set with TL_ISA defined to its name; TL_ISA_FN(f) is then f_<name>. None of its
- * functions checks arguments or sets the float mode: callers do, once, at the public edge. */
+ * A *.isa.c file is compiled once per instruction set with TL_ISA defined to its name; TL_ISA_FN(f) is then f_<name>.
+ * None of its functions checks arguments or sets the float mode: callers do, once, at the public edge. */
 #ifndef TL_KERNELS_H
 #define TL_KERNELS_H
 
@@ -53,7 +53,8 @@ const struct tl_kernels *tl_kernels(void);
  * TINYLLM_ISA names one that is not here. */
 tl_status tl_kernels_require(const char *fn, const struct tl_kernels **out);
 
-/* For tests that compare instruction sets in one process: takes `name` from now on, as TINYLLM_ISA would; NULL: the best.
+/* For tests that compare instruction sets in one process: takes `name` from now on, as TINYLLM_ISA would; NULL: the
+ * best.
  * Not while kernels run. */
 void tl_kernels_select(const char *name);
 

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* paged_attn.c: one decode step over the block pool. Arguments are checked whole, then the work is cut into units of one KV head of one
- * sequence, whose query heads share a walk over its blocks. */
+/* paged_attn.c: one decode step over the block pool. Arguments are checked whole, then the work is cut into units of
+ * one KV head of one sequence, whose query heads share a walk over its blocks. */
 #include <math.h>
 #include <stdbool.h>
 

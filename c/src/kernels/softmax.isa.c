@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* softmax.isa.c: one row of softmax. Lane i of the sum takes columns i, i+16, ... in rising order, then sixteen lanes fold to one; the
- * row is multiplied by 1/sum. A lane past the last column counts as -inf, whose exp is +0. */
+/* softmax.isa.c: one row of softmax. Lane i of the sum takes columns i, i+16, ... in rising order, then sixteen lanes
+ * fold to one; the row is multiplied by 1/sum. A lane past the last column counts as -inf, whose exp is +0. */
 #include "kernels/kernels.h"
 #include "numerics/canon.h"
 

@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: MIT */
-/* canon.h: the canonical arithmetic (numerics version 1) in sixteen-lane operations: exp, log, the maximum that keeps NaN.
+/* canon.h: the canonical arithmetic (numerics version 1) in sixteen-lane operations: exp, log, the maximum that keeps
+ * NaN.
  *
- * This text fixes the bits. It is compiled once per instruction set and must not mention one; every operation is one IEEE f32
- * rounding to nearest even, every multiply-add is fused, nothing is reassociated (-ffp-contract=off). python/tinyllm/reference.py
- * says the same in numpy. */
+ * This text fixes the bits. It is compiled once per instruction set and must not mention one; every operation is one
+ * IEEE f32 rounding to nearest even, every multiply-add is fused, nothing is reassociated (-ffp-contract=off).
+ * python/tinyllm/reference.py says the same in numpy. */
 #ifndef TL_CANON_H
 #define TL_CANON_H
 

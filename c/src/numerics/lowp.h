@@ -2,8 +2,8 @@
 /* lowp.h: the small formats, one float at a time: f16, bf16, e4m3 and e5m2 from and to f32.
  *
  * Everything works on words: a sign, and a magnitude whose order is that of the numbers. Nothing here rounds in a float
- * register (the one product is exact, its operands and result zero or normal), so no float mode reaches these functions and
- * they raise no flag. A loop over one of them vectorises. */
+ * register (the one product is exact, its operands and result zero or normal), so no float mode reaches these functions
+ * and they raise no flag. A loop over one of them vectorises. */
 #ifndef TL_LOWP_H
 #define TL_LOWP_H
 
@@ -38,8 +38,8 @@ static inline uint32_t lowp_min(uint32_t a, uint32_t b)
     return a < b ? a : b;
 }
 
-/* The magnitude w of an f32 as one with `mant` fraction bits and the given bias, as though its exponent had no upper end: what is
- * too large comes out above every code of the format, for the caller to bound. */
+/* The magnitude w of an f32 as one with `mant` fraction bits and the given bias, as though its exponent had no upper
+ * end: what is too large comes out above every code of the format, for the caller to bound. */
 static inline uint32_t lowp_narrow(uint32_t w, uint32_t mant, uint32_t bias)
 {
     const uint32_t cut = 23 - mant, exponent = w >> 23, least = 128 - bias; /* least: of a normal number there */

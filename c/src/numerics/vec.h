@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: MIT */
-/* vec.h: sixteen f32 lanes, whatever the register. Each instruction set has one file with these operations; everything that
- * computes is written in them once (canon.h) and compiled for each.
+/* vec.h: sixteen f32 lanes, whatever the register. Each instruction set has one file with these operations; everything
+ * that computes is written in them once (canon.h) and compiled for each.
  *
  *   v16_zero, v16_set1(x)              every lane +0, or x
  *   v16_load(p), v16_store(p, x)       p[0..15], any alignment
  *   v16_load_n, v16_store_n            p[0..n-1] only, 0 <= n <= 16; lanes from n on load as +0
- *   v16_load_f16[_n], v16_store_f16[_n]  the same from and to f16: widened exactly (NaN quiet), rounded to nearest even (NaN 0x7E00)
+ *   v16_load_f16[_n], v16_store_f16[_n]  the same from and to f16: widened exactly (NaN quiet), rounded to nearest even
+ *                                        (NaN 0x7E00)
  *   v16_add, v16_sub, v16_mul          one rounding each
  *   v16_fma(a, b, c)                   a*b + c with one rounding;  f32_fma: the same for one float
  *   v16_fma_n(a, b, c, n)              lanes from n on keep c
@@ -19,11 +20,11 @@
  *   v16_quads(a, b, c, d)              the first two halvings of four vectors: quad n holds what is left of the n-th
  *   v16_fold_quads(p0, p1, p2, p3)     the last two: lane 4*n + g is the fold of quad n of p_g
  *
- * The last two together are sixteen folds in fifteen additions, each with the bits v16_fold gives. The additions within a fold have
- * two operands, so their order does not matter; which lanes meet does.
+ * The last two together are sixteen folds in fifteen additions, each with the bits v16_fold gives. The additions within
+ * a fold have two operands, so their order does not matter; which lanes meet does.
  *
- * V16_ROWS query rows are taken together, V16_KEYS dots of each run side by side and V16_COLS vectors of values, as the register file
- * allows. */
+ * V16_ROWS query rows are taken together, V16_KEYS dots of each run side by side and V16_COLS vectors of values, as the
+ * register file allows. */
 #ifndef TL_VEC_H
 #define TL_VEC_H
 

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* vec_neon.h: the sixteen lanes as four NEON registers (AArch64, whose baseline has fused multiply-add and f16 conversion). */
+/* vec_neon.h: the sixteen lanes as four NEON registers (AArch64, whose baseline has fused multiply-add and f16
+ * conversion). */
 #ifndef TL_VEC_NEON_H
 #define TL_VEC_NEON_H
 

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* vec_scalar.h: the sixteen lanes as an array: the definition the other instruction sets are compared with, and the fallback. */
+/* vec_scalar.h: the sixteen lanes as an array: the definition the other instruction sets are compared with, and the
+ * fallback. */
 #ifndef TL_VEC_SCALAR_H
 #define TL_VEC_SCALAR_H
 
@@ -16,9 +17,9 @@ typedef struct {
     float lane[16];
 } v16;
 
-/* a*b + c with one rounding. Without an instruction for it: the product of two f32 is exact in f64, the error of adding c is known
- * exactly (two-sum), and a sum rounded to odd keeps what the final rounding to f32 must know (Boldo and Melquiond, "Emulation of FMA
- * and correctly rounded sums", 2008). No libm call: some builds of fmaf round twice. */
+/* a*b + c with one rounding. Without an instruction for it: the product of two f32 is exact in f64, the error of adding
+ * c is known exactly (two-sum), and a sum rounded to odd keeps what the final rounding to f32 must know (Boldo and
+ * Melquiond, "Emulation of FMA and correctly rounded sums", 2008). No libm call: some builds of fmaf round twice. */
 V16_INLINE float f32_fma(float a, float b, float c)
 {
 #if defined(__FP_FAST_FMAF)

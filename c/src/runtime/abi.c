@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: MIT */
 /* abi.c: the names of the status codes, the error slot, and where memory comes from.
  *
- * Words: the slot is the calling thread's last error; the hook is the allocator in force; the default hook puts a tag of
- * two words in front of every piece it hands out, which says how the piece goes back. */
+ * Words: the slot is the calling thread's last error; the hook is the allocator in force; the default hook puts a tag
+ * of two words in front of every piece it hands out, which says how the piece goes back. */
 #include <assert.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -69,8 +69,8 @@ tl_status tl_fail(tl_status status, const char *fn, const char *format, ...)
 
 /* ---- the default hook ---- */
 
-/* From here up a piece is a mapping of its own: pages nobody writes cost nothing, and more may be reserved than there is
- * memory. Below it the C heap is faster and wastes no pages. */
+/* From here up a piece is a mapping of its own: pages nobody writes cost nothing, and more may be reserved than there
+ * is memory. Below it the C heap is faster and wastes no pages. */
 #define LARGE_PIECE ((size_t)1 << 20)
 
 struct tag {

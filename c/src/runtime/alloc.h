@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* alloc.h: memory that remembers where it came from, so that it goes back to the hook that gave it even when another has
- * been installed since; and size arithmetic that cannot wrap. */
+/* alloc.h: memory that remembers where it came from, so that it goes back to the hook that gave it even when another
+ * has been installed since; and size arithmetic that cannot wrap. */
 #ifndef TL_ALLOC_H
 #define TL_ALLOC_H
 

@@ -2,9 +2,9 @@
 /* arena.c: bump allocation in a list of blocks that only grows.
  *
  * Words: the position is (current block, its offset); blocks before the current one keep the offset at which they were
- * left, blocks after it are empty. A request goes to the first block from the current one on that holds it, and to a new
- * block at the end of the list where none does. Blocks neither move nor leave before the arena does, so the same requests
- * from the same position always find the same places. */
+ * left, blocks after it are empty. A request goes to the first block from the current one on that holds it, and to a
+ * new block at the end of the list where none does. Blocks neither move nor leave before the arena does, so the same
+ * requests from the same position always find the same places. */
 #include <assert.h>
 #include <stdalign.h>
 

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: MIT */
 /* crc32c.c: CRC-32C, by the CPU's instruction where it has one and by eight tables otherwise.
  *
- * Words. Both ways work on the register: the reflected remainder, which starts and ends as the complement of what callers see. A
- * little-endian word holds the byte that comes first in its low bits, which is the order both the instruction and the tables eat. */
+ * Words. Both ways work on the register: the reflected remainder, which starts and ends as the complement of what
+ * callers see. A little-endian word holds the byte that comes first in its low bits, which is the order both the
+ * instruction and the tables eat. */
 #include <pthread.h>
 #include <stdbool.h>
 #include <string.h>

@@ -70,8 +70,8 @@ static unsigned look_up(void)
 
 #endif
 
-/* In a virtual machine cpuid traps into the hypervisor and may cost tens of microseconds, so the answer is kept. Threads
- * that ask at the same time find the same one. */
+/* In a virtual machine cpuid traps into the hypervisor and may cost tens of microseconds, so the answer is kept.
+ * Threads that ask at the same time find the same one. */
 unsigned tl_cpu_features(void)
 {
     static _Atomic unsigned known;

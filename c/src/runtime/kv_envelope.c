@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: MIT */
 /* kv_envelope.c: blocks as bytes that another pool, process or machine can take in.
  *
- * Words. envelope: header, records, checksum. record: one block: hash, fill, payload. payload: its K and V, [n_layers][2][n_kv_heads][b]
- * [head_dim] f16. The layout stands in kv_pool.h at tl_kv_export. Import believes nothing: it checks everything, then it takes. */
+ * Words. envelope: header, records, checksum. record: one block: hash, fill, payload. payload: its K and V,
+ * [n_layers][2][n_kv_heads][b] [head_dim] f16. The layout stands in kv_pool.h at tl_kv_export. Import believes nothing:
+ * it checks everything, then it takes. */
 #include <string.h>
 
 #include "runtime/fail.h"
@@ -152,8 +153,8 @@ struct envelope {
     const unsigned char *records;
 };
 
-/* Measures a record by the header's own dimensions, which may be anything; whether n_blocks of them fill exactly `room` bytes. A product
- * that wraps is no size, even where a later 0 would hide it. */
+/* Measures a record by the header's own dimensions, which may be anything; whether n_blocks of them fill exactly `room`
+ * bytes. A product that wraps is no size, even where a later 0 would hide it. */
 static bool records_fill(struct envelope *e, uint64_t room)
 {
     const uint32_t dims[] = {e->cfg.block_tokens, e->cfg.n_layers, e->cfg.n_kv_heads, e->cfg.head_dim};

@@ -1,12 +1,14 @@
 /* SPDX-License-Identifier: MIT */
-/* kv_inner.h: the block pool as the library's own code sees it: its state, and questions that leave the error slot alone.
+/* kv_inner.h: the block pool as the library's own code sees it: its state, and questions that leave the error slot
+ * alone.
  *
- * Every block has one 32-byte record, and records come into use in rising order: blocks n_touched and up were never handed out, are
- * free, and their records are not initialised. So creating a pool writes neither block memory nor records.
+ * Every block has one 32-byte record, and records come into use in rising order: blocks n_touched and up were never
+ * handed out, are free, and their records are not initialised. So creating a pool writes neither block memory nor
+ * records.
  *
- * The index is a hash table by linear hashing: it has as many buckets as touched blocks (at least one), bucket i's head stands in record
- * i, and each newly touched block splits one older bucket. It is never fuller than one entry a bucket, never rehashed and never
- * holds tombstones. */
+ * The index is a hash table by linear hashing: it has as many buckets as touched blocks (at least one), bucket i's head
+ * stands in record i, and each newly touched block splits one older bucket. It is never fuller than one entry a bucket,
+ * never rehashed and never holds tombstones. */
 #ifndef TL_KV_INNER_H
 #define TL_KV_INNER_H
 
@@ -67,7 +69,8 @@ static inline uint32_t kv_available(const tl_kv_pool *kv)
 /* Takes one block with one reference and fill 0, evicting where nothing is free. kv_available() > 0. */
 uint32_t tl_kv_take(tl_kv_pool *kv);
 
-/* Enters a used, full, unregistered block under a non-zero hash, unless another block holds it: then that one's id, else `id`. */
+/* Enters a used, full, unregistered block under a non-zero hash, unless another block holds it: then that one's id,
+ * else `id`. */
 uint32_t tl_kv_index_enter(tl_kv_pool *kv, uint32_t id, uint64_t hash);
 
 /* TL_EINVAL in fn's name for a NULL pool, an id out of range or a block that is not used. */

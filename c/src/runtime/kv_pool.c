@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: MIT */
 /* kv_pool.c: the KV block pool: taking, sharing and giving back blocks, and the index of full ones by hash.
  *
- * Words. touched: handed out at least once. index: registered blocks by hash. oldest, newest: the ends of the list of cached blocks
- * in order of last use. kv_inner.h explains the structures; kv_envelope.c holds export and import. */
+ * Words. touched: handed out at least once. index: registered blocks by hash. oldest, newest: the ends of the list of
+ * cached blocks in order of last use. kv_inner.h explains the structures; kv_envelope.c holds export and import. */
 #include <string.h>
 
 #include "runtime/fail.h"
@@ -295,7 +295,8 @@ tl_status tl_kv_cow(tl_kv_pool *kv, uint32_t id, uint32_t *out)
     }
     if (kv_available(kv) == 0)
         return tl_fail(TL_EFULL, fn, "no block for a copy of block %u: all %u are used", id, kv->cfg.n_blocks);
-    /* `id` is used, so it is not among those that can be evicted. The whole block moves: layers may hold more than the fill. */
+    /* `id` is used, so it is not among those that can be evicted. The whole block moves: layers may hold more than the
+     * fill. */
     const uint32_t copy = tl_kv_take(kv);
     memcpy(kv_slab(kv, copy, 0, false), kv_slab(kv, id, 0, false), kv->block_bytes);
     kv->block[copy].fill = kv->block[id].fill;

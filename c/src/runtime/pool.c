@@ -2,12 +2,12 @@
 /* pool.c: fixed workers and one blocking parallel for.
  *
  * Words: a job is one tl_parallel_for; its ranges are claimed by number from a shared counter. The turn belongs to the
- * thread whose job the pool runs. The gate is one word that says which job is on, whether workers may still enter it, and
- * how many are inside. A frame says that the thread is inside a range of some pool.
+ * thread whose job the pool runs. The gate is one word that says which job is on, whether workers may still enter it,
+ * and how many are inside. A frame says that the thread is inside a range of some pool.
  *
- * A job never needs a worker: the caller opens the gate, claims ranges like everybody, and closes the gate when none are
- * left. It then waits only for the workers that are inside, so a worker that wakes late finds a closed gate and costs
- * nobody anything. */
+ * A job never needs a worker: the caller opens the gate, claims ranges like everybody, and closes the gate when none
+ * are left. It then waits only for the workers that are inside, so a worker that wakes late finds a closed gate and
+ * costs nobody anything. */
 #include <assert.h>
 #include <pthread.h>
 #include <sched.h>
@@ -39,8 +39,8 @@
 
 static_assert(TL_POOL_MAX_THREADS < GATE_INSIDE, "the gate counts every worker");
 
-/* One per pool that the thread is inside of, innermost first. The frames of a job's caller are read by the workers inside
- * the job too, so a way back into a pool is noticed on every thread. */
+/* One per pool that the thread is inside of, innermost first. The frames of a job's caller are read by the workers
+ * inside the job too, so a way back into a pool is noticed on every thread. */
 struct frame {
     const tl_pool *pool;
     const struct frame *outer;
@@ -80,9 +80,9 @@ struct tl_pool {
     struct job job;
 
     /* The thread that has the turn opens and closes it, workers count themselves in (only while it is open) and out,
-     * destroy sets GATE_STOP. Whoever waits for a change announces it first (sleepers, caller_sleeps) and looks once more
-     * before it sleeps; whoever makes one looks for announcements after it. All of that is sequentially consistent, so
-     * one sees the other. */
+     * destroy sets GATE_STOP. Whoever waits for a change announces it first (sleepers, caller_sleeps) and looks once
+     * more before it sleeps; whoever makes one looks for announcements after it. All of that is sequentially
+     * consistent, so one sees the other. */
     alignas(CACHE_LINE) _Atomic uint64_t gate;
     _Atomic int sleepers;       /* workers in or near a wait for `work`. Written under lock. */
     _Atomic bool caller_sleeps; /* the turn's thread is in or near a wait for `done`. Written under lock. */
@@ -185,8 +185,8 @@ static bool is_inherited(const tl_pool *pool)
     return pool->birth != atomic_load_explicit(&fork_count, memory_order_relaxed);
 }
 
-/* The lock may have been held at the fork by a thread that is not here, so the turn of an inherited pool is a word of its
- * own. It is contended only if the child starts threads that share the pool; they poll. */
+/* The lock may have been held at the fork by a thread that is not here, so the turn of an inherited pool is a word of
+ * its own. It is contended only if the child starts threads that share the pool; they poll. */
 static void take_inherited_turn(tl_pool *pool)
 {
     const uint64_t self = atomic_load(&fork_count);

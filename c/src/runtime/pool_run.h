@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* pool_run.h: the thread pool as kernels use it: the error names the kernel that was called, and whether a pool may be used is
- * known before the first write. */
+/* pool_run.h: the thread pool as kernels use it: the error names the kernel that was called, and whether a pool may be
+ * used is known before the first write. */
 #ifndef TL_POOL_RUN_H
 #define TL_POOL_RUN_H
 
