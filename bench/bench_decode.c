@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /* bench_decode.c: one decode step beside the roof of the memory and a plain C loop, interleaved in one process.
  *
- *     bench_decode [--quick] [--json FILE] [--isa NAME[,NAME]] [--threads N] [B ctx H Hkv D [b]]
+ *     bench_decode [--quick] [--cached] [--plain] [--json FILE] [--isa NAME[,NAME]] [--threads N] [B ctx H Hkv D [b]]
  *
  * roof: loads every byte of K and V once, in the same order, the next block prefetched; nothing faster can read them.
  * plain: what a careful user writes without a library: gather the sequence, two loops and expf. The pool has as many
@@ -126,14 +126,14 @@ static void step(struct setup *u, const char *what, tl_pool *tp)
 /* ---- inputs
  * ----------------------------------------------------------------------------------------------------------- */
 
-static struct setup set_up(struct shape s)
+static struct setup set_up(struct shape s, bool cached)
 {
     struct setup u = {.s = s, .max_blocks = (int32_t)((s.ctx + s.b - 1) / s.b)};
     u.bytes = 4.0 * (double)(s.B * s.ctx * s.Hkv * s.D);
     u.flops = 4.0 * (double)(s.B * s.ctx * s.H * s.D);
     const long cache = sysconf(_SC_LEVEL3_CACHE_SIZE);
     const double want = 4.0 * (double)(cache > 0 ? cache : 32 << 20);
-    u.n_layers = (uint32_t)(want / u.bytes) + 1;
+    u.n_layers = cached ? 1 : (uint32_t)(want / u.bytes) + 1;
     const uint32_t n_blocks = (uint32_t)(s.B * u.max_blocks);
     const tl_kv_cfg cfg = {n_blocks, (uint32_t)s.b, u.n_layers, (uint32_t)s.Hkv, (uint32_t)s.D, TL_F16, TL_KV_FORMAT_V1};
     u.tables = must(malloc(n_blocks * sizeof *u.tables));
@@ -222,10 +222,10 @@ static bool two_cores(tl_pool *tp)
 
 enum { MAX_WHAT = 6, MAX_REPS = 400 };
 
-static void bench_shape(struct shape s, const char *const *what, int n_what, int threads, bool quick, FILE *json)
+static void bench_shape(struct shape s, const char *const *what, int n_what, int threads, bool quick, bool cached, FILE *json)
 {
     static double sample[MAX_WHAT][MAX_REPS];
-    struct setup u = set_up(s);
+    struct setup u = set_up(s, cached);
     tl_pool *tp = NULL;
     if (threads > 1 && tl_pool_create(threads, &tp) != TL_OK)
         exit(2);
@@ -276,12 +276,14 @@ int main(int argc, char **argv)
     const char *what[MAX_WHAT] = {"roof"};
     int n_what = 1, threads = 0, n_dims = 0;
     int64_t dims[6] = {0, 0, 0, 0, 0, 16};
-    bool quick = false, plain = false;
+    bool quick = false, plain = false, cached = false;
     FILE *json = NULL;
     char *isas = NULL;
     for (int i = 1; i < argc; i++) {
         if (strcmp(argv[i], "--quick") == 0)
             quick = true;
+        else if (strcmp(argv[i], "--cached") == 0)
+            cached = true;
         else if (strcmp(argv[i], "--plain") == 0)
             plain = true;
         else if (strcmp(argv[i], "--json") == 0 && i + 1 < argc)
@@ -312,7 +314,7 @@ int main(int argc, char **argv)
     for (int t = threads ? threads : 1; t <= (threads ? threads : 2); t++)
         for (int i = 0; i < n_shapes; i++) {
             const struct shape s = n_dims >= 5 ? (struct shape){dims[0], dims[1], dims[2], dims[3], dims[4], dims[5]} : shapes[i];
-            bench_shape(s, what, n_what, t, quick, json);
+            bench_shape(s, what, n_what, t, quick, cached, json);
         }
     if (json)
         fclose(json);

@@ -75,14 +75,15 @@ V16_INLINE v16 load_kv_n(const void *row, int64_t d, int64_t n, tl_dtype dtype)
 static void find_rows(const job_t *job, const struct kv_side *side, int64_t lo, int64_t hi, const void **row)
 {
     const int64_t bytes = element_bytes(job->view->dtype), block_tokens = job->view->block_tokens;
-    while (lo < hi) {
-        const int64_t block = lo / block_tokens, slot = lo - block * block_tokens;
-        const int64_t n = min64(block_tokens - slot, hi - lo);
+    const int64_t step = side->token_stride * bytes;
+    int64_t block = lo / block_tokens, slot = lo - block * block_tokens;
+    for (int64_t left = hi - lo; left > 0; block++, slot = 0) {
+        const int64_t n = min64(block_tokens - slot, left);
         const char *at = (const char *)side->base + bytes * (job->block_table[block] * side->block_stride +
-                                                             job->kv_head * side->head_stride + slot * side->token_stride);
+                                                             job->kv_head * side->head_stride) + slot * step;
         for (int64_t i = 0; i < n; i++)
-            *row++ = at + i * side->token_stride * bytes;
-        lo += n;
+            *row++ = at + i * step;
+        left -= n;
     }
 }
 
@@ -223,7 +224,8 @@ static void absorb_tile(work_t *work, int r, int64_t tile, float *score, int lo,
     }
     if (work->split_max[r] == -INFINITY)
         return;
-    const v16 p = canon_exp(v16_sub(s, v16_set1(work->split_max[r])));
+    const v16 x = v16_sub(s, v16_set1(work->split_max[r]));
+    const v16 p = work->split_max[r] < INFINITY ? canon_exp_below(x) : canon_exp(x);
     v16_store(work->sum[r], v16_add(sum, p));
     v16_store(score, p);
     work->seen[r][tile].lo = (uint8_t)lo;

@@ -27,12 +27,12 @@ V16_INLINE v16 canon_one_nan(v16 x)
     return v16_where_nan(x, v16_set1(canon_nan()), x);
 }
 
-/* e^x: x = k ln 2 + r with |r| <= ln 2 / 2, k the nearest integer; a polynomial in r; times 2^k.
- * +inf above EXP_OVERFLOW, +0 below the normal range, NaN for NaN. */
-V16_INLINE v16 canon_exp(v16 x)
+/* e^x: x = k ln 2 + r with |r| <= ln 2 / 2, k the nearest integer; a polynomial in r; times 2^k; +0 below the normal
+ * range. For x <= EXP_OVERFLOW and -inf; not for NaN. */
+V16_INLINE v16 canon_exp_below(v16 x)
 {
-    const v16 lowest = v16_set1(EXP_LOWEST), magic = v16_set1(EXP_MAGIC), one = v16_set1(1);
-    const v16 c = v16_where_gt(x, lowest, x, lowest);
+    const v16 magic = v16_set1(EXP_MAGIC), one = v16_set1(1);
+    const v16 c = v16_max(x, v16_set1(EXP_LOWEST));
     const v16 t = v16_fma(c, v16_set1(EXP_LOG2E), magic), k = v16_sub(t, magic);
     v16 r = v16_fma(k, v16_set1(-EXP_LN2_HI), c);
     r = v16_fma(k, v16_set1(-EXP_LN2_LO), r);
@@ -43,7 +43,13 @@ V16_INLINE v16 canon_exp(v16 x)
     p = v16_fma(p, r, v16_set1(EXP_C2));
     p = v16_fma(p, r, one);
     p = v16_fma(p, r, one);
-    const v16 y = v16_where_gt(x, v16_set1(EXP_OVERFLOW), v16_set1(INFINITY), v16_pow2(p, t));
+    return v16_pow2(p, t);
+}
+
+/* e^x for any x: +inf above EXP_OVERFLOW, NaN for NaN. */
+V16_INLINE v16 canon_exp(v16 x)
+{
+    const v16 y = v16_where_gt(x, v16_set1(EXP_OVERFLOW), v16_set1(INFINITY), canon_exp_below(x));
     return v16_where_nan(x, v16_set1(canon_nan()), y);
 }
 

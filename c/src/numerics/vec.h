@@ -10,6 +10,7 @@
  *   v16_add, v16_sub, v16_mul          one rounding each
  *   v16_fma(a, b, c)                   a*b + c with one rounding;  f32_fma: the same for one float
  *   v16_fma_n(a, b, c, n)              lanes from n on keep c
+ *   v16_max(x, y)                      x > y ? x : y        (NaN: y)
  *   v16_where_gt(x, y, a, b)           x > y ? a : b        (NaN: b)
  *   v16_where_nan(x, a, b)             x is NaN ? a : b
  *   v16_only(x, lo, hi)                lanes outside [lo, hi) become -inf

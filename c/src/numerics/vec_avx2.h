@@ -130,6 +130,11 @@ V16_INLINE v16 v16_fma_n(v16 a, v16 b, v16 c, int64_t n)
     return v16_blend(v16_below(n), v16_fma(a, b, c), c);
 }
 
+V16_INLINE v16 v16_max(v16 x, v16 y)
+{
+    return (v16){_mm256_max_ps(x.lo, y.lo), _mm256_max_ps(x.hi, y.hi)};
+}
+
 V16_INLINE v16 v16_where_gt(v16 x, v16 y, v16 a, v16 b)
 {
     return (v16){_mm256_blendv_ps(b.lo, a.lo, _mm256_cmp_ps(x.lo, y.lo, _CMP_GT_OQ)),

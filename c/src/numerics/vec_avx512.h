@@ -105,6 +105,11 @@ V16_INLINE v16 v16_fma_n(v16 a, v16 b, v16 c, int64_t n)
     return _mm512_mask3_fmadd_ps(a, b, c, v16_below(n));
 }
 
+V16_INLINE v16 v16_max(v16 x, v16 y)
+{
+    return _mm512_max_ps(x, y);
+}
+
 V16_INLINE v16 v16_where_gt(v16 x, v16 y, v16 a, v16 b)
 {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, y, _CMP_GT_OQ), b, a);
@@ -144,21 +149,27 @@ V16_INLINE float v16_fold(v16 x)
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
 
-V16_INLINE __m512 halve_pair(v16 a, v16 b)
+/* Halvings of two vectors at once, one shuffle each: what stays where it is comes from a blend, what it meets from across. */
+V16_INLINE __m512 halve_eights(v16 a, v16 b)
 {
-    return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xEE));
+    return _mm512_add_ps(_mm512_mask_blend_ps(0xFF00, a, b), _mm512_shuffle_f32x4(a, b, 0x4E));
 }
 
 V16_INLINE v16 v16_quads(v16 a, v16 b, v16 c, v16 d)
 {
-    const __m512 ab = halve_pair(a, b), cd = halve_pair(c, d);
-    return _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xDD));
+    const __m512 ac = halve_eights(a, c), bd = halve_eights(b, d);
+    const __m512 away = _mm512_mask_blend_ps(0x0F0F, ac, bd), here = _mm512_mask_blend_ps(0xF0F0, ac, bd);
+    return _mm512_add_ps(here, _mm512_shuffle_f32x4(away, away, 0xB1));
+}
+
+V16_INLINE __m512 halve_quads(__m512 p, __m512 q)
+{
+    return _mm512_add_ps(_mm512_mask_blend_ps(0xCCCC, p, q), _mm512_shuffle_ps(p, q, 0x4E));
 }
 
 V16_INLINE v16 v16_fold_quads(v16 p0, v16 p1, v16 p2, v16 p3)
 {
-    const __m512 x = _mm512_add_ps(_mm512_shuffle_ps(p0, p1, 0x44), _mm512_shuffle_ps(p0, p1, 0xEE));
-    const __m512 y = _mm512_add_ps(_mm512_shuffle_ps(p2, p3, 0x44), _mm512_shuffle_ps(p2, p3, 0xEE));
+    const __m512 x = halve_quads(p0, p1), y = halve_quads(p2, p3);
     return _mm512_add_ps(_mm512_shuffle_ps(x, y, 0x88), _mm512_shuffle_ps(x, y, 0xDD));
 }
 

@@ -125,6 +125,12 @@ V16_INLINE v16 v16_fma_n(v16 a, v16 b, v16 c, int64_t n)
     return c;
 }
 
+V16_INLINE v16 v16_max(v16 x, v16 y) /* not vmaxq, which keeps NaN */
+{
+    QUARTERS x.q[i] = vbslq_f32(vcgtq_f32(x.q[i], y.q[i]), x.q[i], y.q[i]);
+    return x;
+}
+
 V16_INLINE v16 v16_where_gt(v16 x, v16 y, v16 a, v16 b)
 {
     QUARTERS b.q[i] = vbslq_f32(vcgtq_f32(x.q[i], y.q[i]), a.q[i], b.q[i]);

@@ -127,6 +127,12 @@ V16_INLINE v16 v16_fma_n(v16 a, v16 b, v16 c, int64_t n)
     return c;
 }
 
+V16_INLINE v16 v16_max(v16 x, v16 y)
+{
+    LANES x.lane[i] = x.lane[i] > y.lane[i] ? x.lane[i] : y.lane[i];
+    return x;
+}
+
 V16_INLINE v16 v16_where_gt(v16 x, v16 y, v16 a, v16 b)
 {
     LANES b.lane[i] = x.lane[i] > y.lane[i] ? a.lane[i] : b.lane[i];
