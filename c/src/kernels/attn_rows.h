@@ -50,6 +50,8 @@ enum attn_join { JOIN_KEEP, JOIN_TAKE, JOIN_BLEND };
 /* What a job computes in: on the stack of decode, in the arena of prefill. Nothing in it outlives the job. */
 struct attn_work {
     _Alignas(64) float acc[ATTN_ACC];       /* [n_rows][columns]: the current split's values */
+    _Alignas(64) float q[ATTN_ACC];         /* the rows of q, each on a cache line of its own, where they fit */
+    const float *q_row[ATTN_ROWS];
     _Alignas(64) float score[ATTN_SCORES];  /* [n_rows][tiles of a run][16]: exp(s - m) */
     _Alignas(64) float sum[ATTN_ROWS][16];  /* the sixteen lanes l */
     float alpha[ATTN_ROWS][ATTN_SPLIT_TILES];                   /* what a tile rescales the past by; 1 where it does not */

@@ -120,7 +120,7 @@ V16_INLINE void prefetch(const void *row, int64_t d, tl_dtype dtype)
  * ----------------------------------------------------------------------------------------------------------- */
 
 /* One step of the dots of n_rows rows with V16_KEYS keys: elements d .. d+15 of each. */
-V16_INLINE void dot_step(int n_rows, const struct attn_row *row, const void *const *key, int64_t d, tl_dtype dtype,
+V16_INLINE void dot_step(int n_rows, const float *const *q, const void *const *key, int64_t d, tl_dtype dtype,
                          v16 acc[V16_ROWS][V16_KEYS])
 {
 #pragma GCC unroll 4
@@ -128,11 +128,11 @@ V16_INLINE void dot_step(int n_rows, const struct attn_row *row, const void *con
         const v16 x = load_kv(key[4 * k], d, dtype);
 #pragma GCC unroll 4
         for (int r = 0; r < n_rows; r++)
-            acc[r][k] = v16_fma(v16_load(row[r].q + d), x, acc[r][k]);
+            acc[r][k] = v16_fma(v16_load(q[r] + d), x, acc[r][k]);
     }
 }
 
-V16_INLINE void dot_rest(int n_rows, const struct attn_row *row, const void *const *key, int64_t d, int64_t rest, tl_dtype dtype,
+V16_INLINE void dot_rest(int n_rows, const float *const *q, const void *const *key, int64_t d, int64_t rest, tl_dtype dtype,
                          v16 acc[V16_ROWS][V16_KEYS])
 {
 #pragma GCC unroll 4
@@ -140,14 +140,14 @@ V16_INLINE void dot_rest(int n_rows, const struct attn_row *row, const void *con
         const v16 x = load_kv_n(key[4 * k], d, rest, dtype);
 #pragma GCC unroll 4
         for (int r = 0; r < n_rows; r++)
-            acc[r][k] = v16_fma_n(v16_load_n(row[r].q + d, rest), x, acc[r][k], rest);
+            acc[r][k] = v16_fma_n(v16_load_n(q[r] + d, rest), x, acc[r][k], rest);
     }
 }
 
 /* The lanes of the dots with keys key[0], key[4], ..., not folded yet. Lane i sums d = i, i+16, ... in rising order;
  * lanes past the head width are left alone in the last step. Thirty-two elements of f16 are a cache line: the first
  * half of a step fetches one of K ahead, the second one of V. */
-V16_INLINE void dot_lanes(int n_rows, const struct attn_row *row, const void *const *key, int64_t dim, tl_dtype dtype,
+V16_INLINE void dot_lanes(int n_rows, const float *const *q, const void *const *key, int64_t dim, tl_dtype dtype,
                           struct ahead ahead, v16 acc[V16_ROWS][V16_KEYS])
 {
     const int64_t whole = dim & ~(int64_t)15;
@@ -160,19 +160,19 @@ V16_INLINE void dot_lanes(int n_rows, const struct attn_row *row, const void *co
     for (; d + 32 <= whole; d += 32) {
         for (int k = 0; ahead.wanted && k < V16_KEYS; k++)
             prefetch(ahead.key[4 * k], d, dtype);
-        dot_step(n_rows, row, key, d, dtype, acc);
+        dot_step(n_rows, q, key, d, dtype, acc);
         for (int k = 0; ahead.wanted && k < V16_KEYS; k++)
             prefetch(ahead.value[4 * k], d, dtype);
-        dot_step(n_rows, row, key, d + 16, dtype, acc);
+        dot_step(n_rows, q, key, d + 16, dtype, acc);
     }
     if (d < whole)
-        dot_step(n_rows, row, key, d, dtype, acc);
+        dot_step(n_rows, q, key, d, dtype, acc);
     if (whole < dim)
-        dot_rest(n_rows, row, key, whole, dim - whole, dtype, acc);
+        dot_rest(n_rows, q, key, whole, dim - whole, dtype, acc);
 }
 
 /* dot[r] = the sixteen dots of row r with the keys of a tile. */
-V16_INLINE void tile_dots(int n_rows, const struct attn_row *row, const void *const *key, int64_t dim, tl_dtype dtype,
+V16_INLINE void tile_dots(int n_rows, const float *const *q, const void *const *key, int64_t dim, tl_dtype dtype,
                           struct ahead ahead, v16 *dot)
 {
     v16 quad[V16_ROWS][4];
@@ -182,7 +182,7 @@ V16_INLINE void tile_dots(int n_rows, const struct attn_row *row, const void *co
         for (int k0 = 0; k0 < 4; k0 += V16_KEYS) {
             v16 acc[V16_ROWS][V16_KEYS];
             const int j = g + 4 * k0;
-            dot_lanes(n_rows, row, key + j, dim, dtype, (struct ahead){ahead.wanted, ahead.key + j, ahead.value + j}, acc);
+            dot_lanes(n_rows, q, key + j, dim, dtype, (struct ahead){ahead.wanted, ahead.key + j, ahead.value + j}, acc);
 #pragma GCC unroll 4
             for (int r = 0; r < n_rows; r++)
 #pragma GCC unroll 4
@@ -247,7 +247,7 @@ V16_INLINE void score_block(const job_t *job, int r0, int n_rows, struct run run
     v16 dot[V16_ROWS];
     const int64_t at = (t - run.first) * 16, next = at + ATTN_AHEAD * 16;
     const struct ahead ahead = {r0 == 0, work->key + next, work->value + next};
-    tile_dots(n_rows, job->row + r0, work->key + at, job->view->head_dim, dtype, ahead, dot);
+    tile_dots(n_rows, work->q_row + r0, work->key + at, job->view->head_dim, dtype, ahead, dot);
 #pragma GCC unroll 4
     for (int r = 0; r < n_rows; r++)
         v16_store(score_of(work, run, r0 + r, t), v16_mul(v16_set1(job->scale), dot[r]));
@@ -410,11 +410,14 @@ static void join_columns(const job_t *job, struct columns columns)
         const float *acc = work->acc + r * columns.stride;
         const v16 x_scale = v16_set1(work->x_scale[r]), y_scale = v16_set1(work->y_scale[r]);
         for (int64_t c = 0; c < columns.width; c += 16) {
-            const int64_t n = min64(16, columns.width - c);
+            const int64_t n = columns.width - c;
             v16 y = v16_load(acc + c);
             if (work->join[r] == JOIN_BLEND)
-                y = v16_fma(x_scale, v16_load_n(out + c, n), v16_mul(y_scale, y));
-            v16_store_n(out + c, y, n);
+                y = v16_fma(x_scale, n < 16 ? v16_load_n(out + c, n) : v16_load(out + c), v16_mul(y_scale, y));
+            if (n < 16)
+                v16_store_n(out + c, y, n);
+            else
+                v16_store(out + c, y);
         }
     }
 }
@@ -455,10 +458,12 @@ V16_INLINE void wide_split(const job_t *job, struct run split, struct span span,
 
 static void scale_row(float *out, int64_t dim, float factor)
 {
-    for (int64_t d = 0; d < dim; d += 16) {
-        const int64_t n = min64(16, dim - d);
-        v16_store_n(out + d, canon_one_nan(v16_mul(v16_load_n(out + d, n), v16_set1(factor))), n);
-    }
+    const v16 f = v16_set1(factor);
+    int64_t d = 0;
+    for (; d + 16 <= dim; d += 16)
+        v16_store(out + d, canon_one_nan(v16_mul(v16_load(out + d), f)));
+    if (d < dim)
+        v16_store_n(out + d, canon_one_nan(v16_mul(v16_load_n(out + d, dim - d), f)), dim - d);
 }
 
 static void fill_row(float *out, int64_t dim, float value)
@@ -513,9 +518,22 @@ static struct span seen_by_any(const job_t *job)
     return span;
 }
 
+/* Rows of q are read again with every tile: copies on cache lines of their own spare the loads that cross two. */
+static void line_up_queries(const job_t *job, bool narrow)
+{
+    const int64_t dim = job->view->head_dim, stride = (dim + 15) / 16 * 16;
+    for (int r = 0; r < job->n_rows; r++) {
+        float *copy = job->work->q + r * stride;
+        if (narrow)
+            memcpy(copy, job->row[r].q, (size_t)dim * sizeof *copy);
+        job->work->q_row[r] = narrow ? copy : job->row[r].q;
+    }
+}
+
 V16_INLINE void attn_rows(const job_t *job, tl_dtype dtype)
 {
     const bool narrow = job->n_rows * ((job->view->head_dim + 15) / 16 * 16) <= ATTN_ACC;
+    line_up_queries(job, narrow);
     const struct span span = seen_by_any(job);
     for (int r = 0; r < job->n_rows; r++)
         job->work->max[r] = -INFINITY;
