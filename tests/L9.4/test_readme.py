@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""What the README shows is what is there: its Python runs, its C stands in the example, the example prints the hand-worked result."""
+"""What the README shows is what is there: its Python runs, its C stands in the example, which prints what was
+worked out by hand."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def test_the_c_example_prints_the_hand_worked_result(tmp_path: Path) -> None:
     command = [os.environ.get("CC", "cc"), "-std=c11", "-Wall", "-Wextra", "-pedantic", "-Werror"]
     command += ["-I", str(ROOT / "c/include"), "-o", str(program), str(ROOT / "examples/decode.c")]
     subprocess.run([*command, str(BUILD / "libtinyllm.a"), "-lm", "-pthread"], check=True)
-    assert subprocess.run([program], check=True, capture_output=True, text=True).stdout == "[3.0000, 4.0000]\n"
+    printed = subprocess.run([program], check=True, capture_output=True, text=True).stdout
+    assert printed == "[3.0000, 4.0000]\n"
 
 
 def test_the_rules_name_every_status_with_its_value() -> None:
