@@ -101,6 +101,18 @@ lint: .venv/lint.stamp ## mypy --strict, ruff, and the tidiness of every text
 	@.venv/bin/ruff check .
 	@tests/tidy.sh
 
+$(B)/bench/%: bench/%.c bench/bench.h $(B)/libtinyllm.a $(B)/flags
+	$(call say,CC,$<)
+	@mkdir -p $(@D)
+	@$(CC) $(CFLAGS) -Ibench -o $@ $< $(B)/libtinyllm.a $(LDLIBS)
+
+.PHONY: bench bench-quick
+bench: $(B)/bench/bench_decode ## a decode step beside the roof of the memory and a plain C loop, 1 and 2 threads
+	@$< --plain $(BENCH_ARGS)
+
+bench-quick: $(B)/bench/bench_decode ## the same in under a minute, without the plain loop
+	@$< --quick --threads 1 $(BENCH_ARGS)
+
 .PHONY: demo
 demo: .venv/demo.stamp all ## a real language model on the library (about 100 MB to fetch, under two minutes to run)
 	@PYTHONPATH=python .venv/bin/python examples/demo.py $(DEMO_ARGS)

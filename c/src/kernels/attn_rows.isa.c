@@ -53,8 +53,7 @@ V16_INLINE int64_t max64(int64_t a, int64_t b)
             BLOCK(r_, 1);                                    \
     } while (0)
 
-/* ---- finding K and V
- * -------------------------------------------------------------------------------------------------- */
+/* ---- finding K and V ---- */
 
 V16_INLINE int64_t element_bytes(tl_dtype dtype)
 {
@@ -116,8 +115,7 @@ V16_INLINE void prefetch(const void *row, int64_t d, tl_dtype dtype)
     __builtin_prefetch((const char *)row + d * element_bytes(dtype), 0, 2);
 }
 
-/* ---- scores
- * ----------------------------------------------------------------------------------------------------------- */
+/* ---- scores ---- */
 
 /* One step of the dots of n_rows rows with V16_KEYS keys: elements d .. d+15 of each. */
 V16_INLINE void dot_step(int n_rows, const float *const *q, const void *const *key, int64_t d, tl_dtype dtype,
@@ -262,8 +260,7 @@ V16_INLINE void score_run(const job_t *job, struct run run, tl_dtype dtype)
     }
 }
 
-/* ---- values
- * ----------------------------------------------------------------------------------------------------------- */
+/* ---- values ---- */
 
 /* Where the values of a block of rows go: acc holds `stride` floats a row, for columns `first` and up. */
 struct columns {
@@ -364,8 +361,7 @@ V16_INLINE void add_run(const job_t *job, struct run run, struct columns columns
     EACH_ROW_BLOCK(job->n_rows, ADD_BLOCK);
 }
 
-/* ---- splits
- * ----------------------------------------------------------------------------------------------------------- */
+/* ---- splits ---- */
 
 /* A split starts from m = -inf, l = 0. */
 static void open_split(const job_t *job)
@@ -453,8 +449,7 @@ V16_INLINE void wide_split(const job_t *job, struct run split, struct span span,
     }
 }
 
-/* ---- the end of a row
- * ------------------------------------------------------------------------------------------------- */
+/* ---- the end of a row ---- */
 
 static void scale_row(float *out, int64_t dim, float factor)
 {
@@ -504,8 +499,7 @@ static void finish_row(const job_t *job, int r)
         *row->lse = lse != lse ? canon_nan() : lse;
 }
 
-/* ---- a job
- * ------------------------------------------------------------------------------------------------------------ */
+/* ---- a job ---- */
 
 static struct span seen_by_any(const job_t *job)
 {
