@@ -8,6 +8,11 @@ B       := c/build
 SAN     :=
 RUN     :=
 
+# Uses every CPU unless told otherwise.
+ifeq ($(filter -j%,$(MAKEFLAGS)),)
+MAKEFLAGS += -j$(shell nproc 2>/dev/null || echo 1)
+endif
+
 WARN    := -Wall -Wextra -Wshadow -Wstrict-prototypes -Wmissing-prototypes -Wvla -Wundef -Werror
 CFLAGS  ?= -O3 -g
 override CFLAGS += -std=c11 $(WARN) -D_GNU_SOURCE -Ic/include -Ic/src -fPIC -fvisibility=hidden -ffp-contract=off \
