@@ -73,6 +73,9 @@ tl_status tl_fail(tl_status status, const char *fn, const char *format, ...)
  * is memory. Below it the C heap is faster and wastes no pages. */
 #define LARGE_PIECE ((size_t)1 << 20)
 
+/* From here up huge pages are asked for: blocks lie in no order, and each page touched costs a walk through the page tables. */
+#define HUGE_PIECE ((size_t)16 << 20)
+
 struct tag {
     void *base;    /* what the system gave */
     size_t mapped; /* bytes of the mapping; 0: base is from the C heap */
@@ -101,7 +104,13 @@ static void *default_alloc(void *user, size_t n, size_t align)
         return base ? place_piece(base, 0, align) : NULL;
     }
     void *base = mmap(NULL, total, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    return base != MAP_FAILED ? place_piece(base, total, align) : NULL;
+    if (base == MAP_FAILED)
+        return NULL;
+#if defined(MADV_HUGEPAGE)
+    if (total >= HUGE_PIECE)
+        (void)madvise(base, total, MADV_HUGEPAGE); /* a wish: without huge pages everything works, a little slower */
+#endif
+    return place_piece(base, total, align);
 }
 
 static void default_free(void *user, void *p)
