@@ -117,12 +117,13 @@ V16_INLINE void prefetch(const void *row, int64_t d, tl_dtype dtype)
 
 /* ---- scores ---- */
 
-/* One step of the dots of n_rows rows with V16_KEYS keys: elements d .. d+15 of each. */
+/* One step of the dots of n_rows rows with V16_KEYS(n_rows) keys: elements d .. d+15 of each. */
 V16_INLINE void dot_step(int n_rows, const float *const *q, const void *const *key, int64_t d, tl_dtype dtype,
-                         v16 acc[V16_ROWS][V16_KEYS])
+                         v16 acc[V16_ROWS][4])
 {
+    const int n_keys = V16_KEYS(n_rows);
 #pragma GCC unroll 4
-    for (int k = 0; k < V16_KEYS; k++) {
+    for (int k = 0; k < n_keys; k++) {
         const v16 x = load_kv(key[4 * k], d, dtype);
 #pragma GCC unroll 4
         for (int r = 0; r < n_rows; r++)
@@ -131,10 +132,11 @@ V16_INLINE void dot_step(int n_rows, const float *const *q, const void *const *k
 }
 
 V16_INLINE void dot_rest(int n_rows, const float *const *q, const void *const *key, int64_t d, int64_t rest, tl_dtype dtype,
-                         v16 acc[V16_ROWS][V16_KEYS])
+                         v16 acc[V16_ROWS][4])
 {
+    const int n_keys = V16_KEYS(n_rows);
 #pragma GCC unroll 4
-    for (int k = 0; k < V16_KEYS; k++) {
+    for (int k = 0; k < n_keys; k++) {
         const v16 x = load_kv_n(key[4 * k], d, rest, dtype);
 #pragma GCC unroll 4
         for (int r = 0; r < n_rows; r++)
@@ -146,20 +148,21 @@ V16_INLINE void dot_rest(int n_rows, const float *const *q, const void *const *k
  * lanes past the head width are left alone in the last step. Thirty-two elements of f16 are a cache line: the first
  * half of a step fetches one of K ahead, the second one of V. */
 V16_INLINE void dot_lanes(int n_rows, const float *const *q, const void *const *key, int64_t dim, tl_dtype dtype,
-                          struct ahead ahead, v16 acc[V16_ROWS][V16_KEYS])
+                          struct ahead ahead, v16 acc[V16_ROWS][4])
 {
+    const int n_keys = V16_KEYS(n_rows);
     const int64_t whole = dim & ~(int64_t)15;
     int64_t d = 0;
 #pragma GCC unroll 4
     for (int r = 0; r < n_rows; r++)
 #pragma GCC unroll 4
-        for (int k = 0; k < V16_KEYS; k++)
+        for (int k = 0; k < n_keys; k++)
             acc[r][k] = v16_zero();
     for (; d + 32 <= whole; d += 32) {
-        for (int k = 0; ahead.wanted && k < V16_KEYS; k++)
+        for (int k = 0; ahead.wanted && k < n_keys; k++)
             prefetch(ahead.key[4 * k], d, dtype);
         dot_step(n_rows, q, key, d, dtype, acc);
-        for (int k = 0; ahead.wanted && k < V16_KEYS; k++)
+        for (int k = 0; ahead.wanted && k < n_keys; k++)
             prefetch(ahead.value[4 * k], d, dtype);
         dot_step(n_rows, q, key, d + 16, dtype, acc);
     }
@@ -173,18 +176,19 @@ V16_INLINE void dot_lanes(int n_rows, const float *const *q, const void *const *
 V16_INLINE void tile_dots(int n_rows, const float *const *q, const void *const *key, int64_t dim, tl_dtype dtype,
                           struct ahead ahead, v16 *dot)
 {
+    const int n_keys = V16_KEYS(n_rows);
     v16 quad[V16_ROWS][4];
     for (int g = 0; g < 4; g++) {
         v16 lanes[V16_ROWS][4];
 #pragma GCC unroll 4
-        for (int k0 = 0; k0 < 4; k0 += V16_KEYS) {
-            v16 acc[V16_ROWS][V16_KEYS];
+        for (int k0 = 0; k0 < 4; k0 += n_keys) {
+            v16 acc[V16_ROWS][4];
             const int j = g + 4 * k0;
             dot_lanes(n_rows, q, key + j, dim, dtype, (struct ahead){ahead.wanted, ahead.key + j, ahead.value + j}, acc);
 #pragma GCC unroll 4
             for (int r = 0; r < n_rows; r++)
 #pragma GCC unroll 4
-                for (int k = 0; k < V16_KEYS; k++)
+                for (int k = 0; k < n_keys; k++)
                     lanes[r][k0 + k] = acc[r][k];
         }
 #pragma GCC unroll 4
@@ -276,10 +280,10 @@ V16_INLINE void add_values(const job_t *job, int r0, int n_rows, struct run run,
 {
     work_t *work = job->work;
     float *at = work->acc + r0 * columns.stride + c;
-    v16 acc[V16_ROWS][V16_COLS];
+    v16 acc[V16_ROWS][V16_MAX_COLS];
 #pragma GCC unroll 4
     for (int r = 0; r < n_rows; r++)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int i = 0; i < n_vec; i++)
             acc[r][i] = v16_load(at + r * columns.stride + 16 * i);
     for (int64_t t = run.first; t < run.end; t++) {
@@ -290,27 +294,27 @@ V16_INLINE void add_values(const job_t *job, int r0, int n_rows, struct run run,
         for (int r = 0; r < n_rows; r++) {
             const float alpha = work->alpha[r0 + r][tile];
             if (alpha != 1)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
                 for (int i = 0; i < n_vec; i++)
                     acc[r][i] = v16_mul(acc[r][i], v16_set1(alpha));
             score[r] = score_of(work, run, r0 + r, t);
         }
         for (int j = work->seen[r0][tile].lo; j < work->seen[r0][tile].hi; j++) {
-            v16 v[V16_COLS];
-#pragma GCC unroll 4
+            v16 v[V16_MAX_COLS];
+#pragma GCC unroll 8
             for (int i = 0; i < n_vec; i++)
                 v[i] = n_vec > 1 || n == 16 ? load_kv(value[j], columns.first + c + 16 * i, dtype)
                                             : load_kv_n(value[j], columns.first + c, n, dtype);
 #pragma GCC unroll 4
             for (int r = 0; r < n_rows; r++)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
                 for (int i = 0; i < n_vec; i++)
                     acc[r][i] = v16_fma(v16_set1(score[r][j]), v[i], acc[r][i]);
         }
     }
 #pragma GCC unroll 4
     for (int r = 0; r < n_rows; r++)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int i = 0; i < n_vec; i++)
             v16_store(at + r * columns.stride + 16 * i, acc[r][i]);
 }
@@ -318,9 +322,10 @@ V16_INLINE void add_values(const job_t *job, int r0, int n_rows, struct run run,
 /* All columns of a block of rows. */
 V16_INLINE void add_columns(const job_t *job, int r0, int n_rows, struct run run, struct columns columns, tl_dtype dtype)
 {
+    const int n_vec = V16_COLS(n_rows);
     int64_t c = 0;
-    for (; c + 16 * V16_COLS <= columns.width; c += 16 * V16_COLS)
-        add_values(job, r0, n_rows, run, columns, c, V16_COLS, 16, dtype);
+    for (; c + 16 * n_vec <= columns.width; c += 16 * n_vec)
+        add_values(job, r0, n_rows, run, columns, c, n_vec, 16, dtype);
     for (; c < columns.width; c += 16)
         add_values(job, r0, n_rows, run, columns, c, 1, min64(16, columns.width - c), dtype);
 }

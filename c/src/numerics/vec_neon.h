@@ -8,8 +8,9 @@
 #include <math.h>
 
 #define V16_ROWS 4
-#define V16_KEYS 1
-#define V16_COLS 1
+#define V16_KEYS(rows) ((rows) == 1 ? 4 : (rows) == 2 ? 2 : 1)
+#define V16_COLS(rows) ((rows) == 1 ? 4 : (rows) == 2 ? 2 : 1)
+#define V16_MAX_COLS 4
 #define QUARTERS for (int i = 0; i < 4; i++)
 
 typedef struct {

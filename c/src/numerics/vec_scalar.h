@@ -9,8 +9,9 @@
 #include "lowp.h"
 
 #define V16_ROWS 1
-#define V16_KEYS 1
-#define V16_COLS 1
+#define V16_KEYS(rows) 1
+#define V16_COLS(rows) 1
+#define V16_MAX_COLS 1
 #define LANES for (int i = 0; i < 16; i++)
 
 typedef struct {
