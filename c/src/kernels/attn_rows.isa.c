@@ -275,8 +275,8 @@ struct columns {
  * values of a run:
  * rescaled by each tile's alpha, then plus score * v for the seen slots in rising order. The rows see the same slots.
  * */
-V16_INLINE void add_values(const job_t *job, int r0, int n_rows, struct run run, struct columns columns, int64_t c, int n_vec, int64_t n,
-                           tl_dtype dtype)
+V16_INLINE void add_values(const job_t *job, int r0, int n_rows, struct run run, struct columns columns, int64_t c,
+                           int n_vec, int64_t n, tl_dtype dtype)
 {
     work_t *work = job->work;
     float *at = work->acc + r0 * columns.stride + c;
@@ -341,7 +341,8 @@ static bool see_alike(const work_t *work, int r0, int n_rows, struct run run)
 }
 
 /* The same, a row at a time: out of line, because it is rare. */
-static __attribute__((noinline)) void add_rows_apart(const job_t *job, int r0, int n_rows, struct run run, struct columns columns)
+static __attribute__((noinline)) void add_rows_apart(const job_t *job, int r0, int n_rows, struct run run,
+                                                     struct columns columns)
 {
     for (int r = r0; r < r0 + n_rows; r++) {
         if (job->view->dtype == TL_F32)

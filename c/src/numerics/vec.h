@@ -24,8 +24,9 @@
  * The last two together are sixteen folds in fifteen additions, each with the bits v16_fold gives. The additions within
  * a fold have two operands, so their order does not matter; which lanes meet does.
  *
- * V16_ROWS query rows are taken together, V16_KEYS(rows) dots of each run side by side and V16_COLS(rows) vectors of values, up to
- * V16_MAX_COLS: as many accumulators as the register file holds, and enough of them to hide the latency of an fma. */
+ * V16_ROWS query rows are taken together, V16_KEYS(rows) dots of each run side by side and V16_COLS(rows) vectors of
+ * values, up to V16_MAX_COLS: as many accumulators as the register file holds, and enough of them to hide the latency
+ * of an fma. */
 #ifndef TL_VEC_H
 #define TL_VEC_H
 
