@@ -8,17 +8,9 @@
 
 #include <stdint.h>
 
+#include "numerics/isa_fn.h"
+#include "runtime/cpu.h"
 #include "tinyllm/abi.h"
-
-#define TL_CPU_AVX2 1u
-#define TL_CPU_FMA 2u
-#define TL_CPU_F16C 4u
-#define TL_CPU_AVX512 8u /* F, BW, DQ and VL */
-#define TL_CPU_NEON 16u
-#define TL_CPU_CRC32 32u /* the CPU's own CRC-32C instruction */
-
-/* What this CPU and its operating system offer, as TL_CPU_ bits. runtime/isa.c */
-unsigned tl_cpu_features(void);
 
 struct attn_job;
 
@@ -41,10 +33,6 @@ struct tl_kernels {
     void (*f32_to_e5m2_n)(const float *x, uint8_t *y, int64_t n);
     void (*e5m2_to_f32_n)(const uint8_t *x, float *y, int64_t n);
 };
-
-#define TL_JOIN2_(a, b) a##_##b
-#define TL_JOIN_(a, b) TL_JOIN2_(a, b)
-#define TL_ISA_FN(f) TL_JOIN_(f, TL_ISA)
 
 /* The pinned or best usable table; scalar's where TINYLLM_ISA names one that is not here. Chosen once, thread-safe. */
 const struct tl_kernels *tl_kernels(void);

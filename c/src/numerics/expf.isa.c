@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /* expf.isa.c: exp of an array, canon_exp sixteen at a time. */
 #include "canon.h"
-#include "kernels/kernels.h"
+#include "isa_fn.h"
 
 void TL_ISA_FN(exp_n)(const float *x, float *y, int64_t n);
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /* lowp.isa.c: arrays of small floats. f16 goes through the instruction set's own conversion; the others are lowp.h in a
  * loop that the compiler turns into whatever registers there are. */
-#include "kernels/kernels.h"
+#include "isa_fn.h"
 #include "lowp.h"
 #include "vec.h"
 

@@ -8,7 +8,7 @@
 #include <stdbool.h>
 #include <string.h>
 
-#include "kernels/kernels.h"
+#include "runtime/cpu.h"
 #include "runtime/crc32c.h"
 #include "runtime/fail.h"
 #include "tinyllm/kv_pool.h"

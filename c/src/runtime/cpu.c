@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: MIT */
-/* isa.c: what this CPU and its operating system offer. Looked up when first asked, never at load time. */
+/* cpu.c: what this CPU and its operating system offer. Looked up when first asked, never at load time. */
 #include <stdatomic.h>
 
-#include "kernels/kernels.h"
+#include "runtime/cpu.h"
 
 #if defined(__x86_64__)
 
