@@ -3,7 +3,10 @@
 CC      ?= cc
 AR      ?= ar
 PYTHON  ?= python3
-ARCH    := $(shell $(CC) -dumpmachine | sed 's/-.*//')
+ifeq ($(filter help clean,$(MAKECMDGOALS))$(shell command -v $(firstword $(CC)) 2>/dev/null),)
+$(error no C compiler '$(CC)': install one (Debian: apt-get install gcc libc6-dev) or say make CC=/path/to/cc)
+endif
+ARCH    := $(shell $(CC) -dumpmachine 2>/dev/null | sed 's/-.*//')
 B       := c/build
 SAN     :=
 RUN     :=
