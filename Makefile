@@ -122,8 +122,12 @@ bench-quick: $(B)/bench/bench_decode ## the same in under a minute, without the 
 	@$< --quick --threads 1 $(BENCH_ARGS)
 
 .PHONY: demo
-demo: .venv/demo.stamp all ## a real language model on the library (about 100 MB to fetch, under two minutes to run)
-	@PYTHONPATH=python .venv/bin/python examples/demo.py $(DEMO_ARGS)
+demo: all ## a real language model on the library (about 100 MB to fetch, under two minutes to run)
+	@python=.venv/bin/python; \
+	$(MAKE) --no-print-directory .venv/demo.stamp || { \
+	    $(PYTHON) -c 'import numpy' 2>/dev/null || exit 1; \
+	    echo "libtinyllm: going on with the numpy that $(PYTHON) has"; python=$(PYTHON); }; \
+	PYTHONPATH=python $$python examples/demo.py $(DEMO_ARGS)
 
 # One virtual environment, made once; what a target needs is installed into it from pinned requirements.
 .venv/test.stamp: requirements-test.txt tests/venv.sh | .venv/demo.stamp
