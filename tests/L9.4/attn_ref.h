@@ -397,8 +397,7 @@ static inline uint16_t *paged_row(const struct paged *c, int64_t s, int64_t j, i
     return slot_row(c->kv, &c->cfg, id, c->layer, is_v, head, j % c->cfg.block_tokens);
 }
 
-/* Every element of every block, all layers: poison. The blocks are taken, and then given poison by way of their slabs.
- * */
+/* Every element of every block, all layers: poison. The blocks are taken, and then given poison by way of their slabs. */
 static inline void poison_pool(tl_kv_pool *kv, const tl_kv_cfg *cfg)
 {
     const int64_t n = (int64_t)cfg->n_kv_heads * cfg->block_tokens * cfg->head_dim;

@@ -45,8 +45,7 @@ static void flash_run(const struct flash *f)
 
 /* ---- values ---- */
 
-/* K = 0, V = j, D 1: row i is the mean of the positions it sees, lse the logarithm of their number (n == 0: none seen).
- * */
+/* K = 0, V = j, D 1: row i is the mean of the positions it sees, lse the logarithm of their number (n == 0: none seen). */
 static void check_means(int64_t Tq, int64_t Tk, int64_t q_offset, int causal, int64_t window, const double *want, const int64_t *n)
 {
     float *q = floats(Tq), *k = floats(Tk), *v = floats(Tk), *o = painted(Tq), *lse = painted(Tq);

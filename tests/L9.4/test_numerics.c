@@ -229,8 +229,7 @@ TEST(exp_edges)
     }
 }
 
-/* Where e^x is subnormal the result is +0. Within the error of the boundary it may be the least normal number instead.
- * */
+/* Where e^x is subnormal the result is +0. Within the error of the boundary it may be the least normal number instead. */
 TEST(exp_below_the_normal_range_is_zero)
 {
     FOR_EACH_ISA(k)

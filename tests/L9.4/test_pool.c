@@ -1021,8 +1021,7 @@ static int (*const children[])(struct family *) = {
     child_has_a_child, child_makes_its_own_pool,     child_shares_pool_between_threads, /* the last two start threads */
 };
 
-/* Some emulators of other CPUs cannot start threads in a child forked beside threads: then the last two are left out.
- * */
+/* Some emulators of other CPUs cannot start threads in a child forked beside threads: then the last two are left out. */
 static int count_children(void)
 {
     struct family family = {.pool = pool_of(4)};

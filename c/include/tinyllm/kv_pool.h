@@ -16,8 +16,7 @@
  *
  * Threads: not thread-safe; the caller serialises calls on one pool. Any number of kernels may read a pool while nobody
  * writes.
- * Every operation is O(1) per block. Sizes and offsets are 64-bit throughout. On failure nothing changes (ABI.md R6).
- * */
+ * Every operation is O(1) per block. Sizes and offsets are 64-bit throughout. On failure nothing changes (ABI.md R6). */
 #ifndef TINYLLM_KV_POOL_H
 #define TINYLLM_KV_POOL_H
 
@@ -134,8 +133,7 @@ TL_API tl_status tl_kv_export(const tl_kv_pool *kv, const uint32_t *ids, uint32_
 /* Takes blocks for every record of an envelope, fills them and writes their ids to ids_out[n_blocks of the envelope].
  * Each has one reference; a full block with a hash is registered unless its hash already is. Any byte string is safe.
  * Checked in this order, all or nothing: NULL kv, buf, or ids_out for n > 0 TL_EINVAL; length, magic, checksum, version
- * and dtype, every record (fill 1 .. b; a hash only on a full block) TL_EFORMAT; dimensions TL_ESHAPE; space TL_EFULL.
- * */
+ * and dtype, every record (fill 1 .. b; a hash only on a full block) TL_EFORMAT; dimensions TL_ESHAPE; space TL_EFULL. */
 TL_API tl_status tl_kv_import(tl_kv_pool *kv, const void *buf, size_t len, uint32_t *ids_out);
 
 /* Fills *out. NULL: nothing is written and the slot is set. */

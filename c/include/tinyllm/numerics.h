@@ -55,8 +55,7 @@ TL_API void tl_e5m2_to_f32_n(const uint8_t *x, float *y, int64_t n);
  * x > TL_EXPF_OVERFLOW: +inf. Below the normal range, -inf included: +0. NaN: 0x7FC00000. */
 TL_API float tl_expf(float x);
 
-/* y[i] = tl_expf(x[i]) for i < n, bit for bit. x == y is allowed, any other overlap is not. n as for the conversions.
- * */
+/* y[i] = tl_expf(x[i]) for i < n, bit for bit. x == y is allowed, any other overlap is not. n as for the conversions. */
 TL_API void tl_exp_f32(const float *x, float *y, int64_t n);
 
 TL_END_DECLS

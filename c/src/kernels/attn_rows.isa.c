@@ -272,9 +272,8 @@ struct columns {
 };
 
 /* n_vec vectors of columns from c on (the last `n` < 16 wide where n_vec is 1) of rows r0 .. r0+n_rows-1 take in the
- * values of a run:
- * rescaled by each tile's alpha, then plus score * v for the seen slots in rising order. The rows see the same slots.
- * */
+ * values of a run: rescaled by each tile's alpha, then plus score * v for the seen slots in rising order. The rows see
+ * the same slots. */
 V16_INLINE void add_values(const job_t *job, int r0, int n_rows, struct run run, struct columns columns, int64_t c,
                            int n_vec, int64_t n, tl_dtype dtype)
 {
@@ -340,7 +339,7 @@ static bool see_alike(const work_t *work, int r0, int n_rows, struct run run)
     return true;
 }
 
-/* The same, a row at a time: out of line, because it is rare. */
+/* add_columns a row at a time: out of line, because it is rare. */
 static __attribute__((noinline)) void add_rows_apart(const job_t *job, int r0, int n_rows, struct run run,
                                                      struct columns columns)
 {

@@ -53,8 +53,7 @@ static tl_status check_arguments(const tl_kv_pool *kv, uint32_t layer, int32_t n
 }
 
 /* The earlier of entries first .. entry-1 that names the same block, or -1. A used block's `prev` is free for notes:
- * the entry that named it last. An old note is told from a fresh one by asking the table, so notes are never cleared.
- * */
+ * the entry that named it last. An old note is told from a fresh one by asking the table, so notes are never cleared. */
 static int64_t note_entry(tl_kv_pool *kv, const uint32_t *table, int64_t first, int64_t entry)
 {
     struct kv_block *block = &kv->block[table[entry]];
@@ -63,8 +62,7 @@ static int64_t note_entry(tl_kv_pool *kv, const uint32_t *table, int64_t first, 
     return noted >= first && noted < entry && table[noted] == table[entry] ? noted : -1;
 }
 
-/* Whether every written entry names a block of the writer's own. What is no used block decides before what is shared.
- * */
+/* Whether every written entry names a block of the writer's own. What is no used block decides before what is shared. */
 static tl_status check_entries(tl_kv_pool *kv, const uint32_t *table, int64_t first, int64_t last)
 {
     int64_t busy = -1;
