@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /* test_kv_envelope.c: blocks as bytes: what export writes, and that import takes in only what is whole. */
 #include "kv_check.h"
+#include "runtime/crc32c.h"
 
 /* The envelope of one header and its parts, as the layout in kv_pool.h has them. */
 enum { AT_VERSION = 4, AT_DTYPE = 6, AT_N = 8, AT_TOKENS = 12, AT_LAYERS = 16, AT_HEADS = 20, AT_DIM = 24, HEADER = 28 };
@@ -230,6 +231,36 @@ TEST(import_gives_back_what_was_exported)
         tl_kv_pool_destroy(to);
     }
     tl_kv_pool_destroy(from);
+}
+
+/* So large that payloads are copied past the caches: the same bytes, at any alignment. */
+TEST(large_envelopes_hold_the_same_bytes)
+{
+    enum { N = 9, BLOCK = 32 * 2 * 8 * 16 * 128 * 2, RECORD = 12 + BLOCK, BYTES = 28 + N * RECORD + 4 };
+    uint32_t ids[N], got[N];
+    tl_kv_pool *from = kv_new(N, 16, 32, 8, 128), *to = kv_new(N, 16, 32, 8, 128);
+    unsigned char *buf = guarded(BYTES + 1), *again = guarded(BYTES + 1); /* one begins at an odd address, one does not */
+    kv_paint(from, 31);
+    CHECK(tl_kv_block_bytes(from) == BLOCK, "%zu", tl_kv_block_bytes(from));
+    CHECK_STATUS(tl_kv_alloc(from, N, ids), TL_OK);
+    for (uint32_t i = 0; i < N; i++)
+        CHECK_STATUS(tl_kv_set_fill(from, ids[i], i == 4 ? 5 : 16), TL_OK);
+    export_all(from, ids, N, buf + 1, BYTES);
+    for (int i = 0; i < N; i++) {
+        const unsigned char *p = buf + 1 + 28 + (size_t)i * RECORD + 12, *mem = kv_bytes(from, ids[i]);
+        for (size_t run = 0; run < BLOCK; run += 16 * 128 * 2) {
+            const size_t kept = (i == 4 ? 5 : 16) * 128 * 2;
+            CHECK(memcmp(p + run, mem + run, kept) == 0, "record %d, run at %zu", i, run);
+            for (size_t k = kept; k < 16 * 128 * 2; k++)
+                CHECK(p[run + k] == 0, "record %d, byte %zu", i, run + k);
+        }
+    }
+    CHECK(get(buf + 1 + BYTES - 4, 4) == tl_crc32c_by_table(buf + 1, BYTES - 4, 0), "checksum");
+    CHECK_STATUS(tl_kv_import(to, buf + 1, BYTES, got), TL_OK);
+    export_all(to, got, N, again, BYTES);
+    CHECK(memcmp(again, buf + 1, BYTES) == 0, "re-exported bytes differ");
+    guarded_free(buf, BYTES + 1), guarded_free(again, BYTES + 1);
+    tl_kv_pool_destroy(from), tl_kv_pool_destroy(to);
 }
 
 TEST(an_envelope_of_no_blocks)

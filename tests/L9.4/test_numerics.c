@@ -545,6 +545,46 @@ TEST(every_code_and_its_neighbours_on_every_instruction_set)
     }
 }
 
+/* Upper halves of every kind, so that a code of any narrow format, every tie between two and the floats beside it are there. */
+TEST(arrays_round_as_single_floats_do_around_every_tie)
+{
+    enum { UPPER = 65536 };
+    static const uint32_t lower[] = {0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF};
+    static float x[UPPER];
+    static uint16_t got[UPPER], want[UPPER];
+    for (size_t l = 0; l < sizeof lower / sizeof lower[0]; l++) {
+        for (uint32_t i = 0; i < UPPER; i++)
+            x[i] = float_of(i << 16 | lower[l]);
+        FOR_EACH_FORM(f) {
+            if (f->in != sizeof(float) || f->out == sizeof(float))
+                continue;
+            expect(f, x, want, UPPER);
+            FOR_EACH_ISA(k) {
+                f->run(x, got, UPPER);
+                CHECK(memcmp(got, want, UPPER * f->out) == 0, "%s %s, lower half %04x", k->name, f->name, lower[l]);
+            }
+        }
+    }
+}
+
+TEST(long_arrays_give_the_single_bits)
+{
+    enum { LONG = 1100 };
+    static const int64_t lengths[] = {255, 256, 257, 271, 272, 273, 511, 512, 513, 1023, 1025, LONG};
+    static float x[LONG], got[LONG + 1], want[LONG + 1];
+    uint64_t rng = 51;
+    FOR_EACH_ISA(k)
+        FOR_EACH_FORM(f)
+            for (size_t i = 0; i < sizeof lengths / sizeof lengths[0]; i++) {
+                fill_input(f, x, lengths[i], &rng);
+                memset(got, 0xA5, sizeof got);
+                memset(want, 0xA5, sizeof want);
+                expect(f, x, want, lengths[i]);
+                f->run(x, got, lengths[i]);
+                CHECK(memcmp(got, want, sizeof got) == 0, "%s %s, n = %d", k->name, f->name, (int)lengths[i]);
+            }
+}
+
 TEST(exp_in_place)
 {
     float x[MOST], y[MOST];

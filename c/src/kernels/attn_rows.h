@@ -8,6 +8,7 @@
 #ifndef TL_ATTN_ROWS_H
 #define TL_ATTN_ROWS_H
 
+#include <stdbool.h>
 #include <stdint.h>
 
 #include "tinyllm/attention.h"
@@ -27,12 +28,14 @@ struct kv_view {
 
 enum {
     ATTN_ROWS = 16,        /* most rows of one job */
-    ATTN_ROW_BLOCK = 4,    /* rows whose dots and values share registers */
+    ATTN_ROW_BLOCK = 4,    /* most rows whose dots and values share registers */
     ATTN_ACC = 4096,       /* floats of unnormalised values a job holds */
-    ATTN_SCORES = 4096,    /* floats of exponentiated scores a job holds: a split of ATTN_ROW_BLOCK rows */
+    ATTN_SCORES = 4096,    /* floats of exponentiated scores a job holds: a run of ATTN_ROWS rows, or a split of one */
     ATTN_RUN_TILES = 4,    /* tiles scored before their values are added, where the rows' values fit in ATTN_ACC */
     ATTN_AHEAD = 4,        /* tiles between a prefetch and its use */
-    ATTN_SPLIT_TILES = TL_ATTN_SPLIT / TL_ATTN_TILE
+    ATTN_SPLIT_TILES = TL_ATTN_SPLIT / TL_ATTN_TILE,
+    ATTN_KEY_RING = 8,     /* tiles whose keys are found and not yet scored: a power of two above ATTN_AHEAD */
+    ATTN_VALUE_RING = 128  /* the same for values, which wait for the end of a run or of a split */
 };
 
 /* One query row: it sees positions lo .. hi-1 (none where lo >= hi). */
@@ -44,23 +47,49 @@ struct attn_row {
     int64_t lo, hi;
 };
 
+/* Positions lo .. hi-1 of one KV head of one sequence. */
+struct attn_path {
+    const uint32_t *block_table;
+    int64_t kv_head, lo, hi;
+};
+
+/* What the values of a block of rows must know of a tile that was scored. */
+struct tile_note {
+    uint8_t lo[ATTN_ROW_BLOCK], hi[ATTN_ROW_BLOCK]; /* the slots that count for each row; [0] for all where they are alike */
+    bool alike;                                     /* all rows of the block count the same slots */
+    bool rescaled;                                  /* the past of some row is to be multiplied by alpha first */
+    float alpha[ATTN_ROW_BLOCK];                    /* set where rescaled; 1 for rows whose maximum did not rise */
+};
+
 /* How a finished split joins the splits before it: out = x_scale * out + y_scale * acc, unless one side is empty. */
 enum attn_join { JOIN_KEEP, JOIN_TAKE, JOIN_BLEND };
 
 /* What a job computes in: on the stack of decode, in the arena of prefill. Nothing in it outlives the job. */
 struct attn_work {
     _Alignas(64) float acc[ATTN_ACC];       /* [n_rows][columns]: the current split's values */
-    _Alignas(64) float q[ATTN_ACC];         /* the rows of q, each on a cache line of its own, where they fit */
-    const float *q_row[ATTN_ROWS];
-    _Alignas(64) float score[ATTN_SCORES];  /* [n_rows][tiles of a run][16]: exp(s - m) */
+    _Alignas(64) float q_copy[ATTN_ACC];    /* [row block][d / 16][row of the block][16] */
+    _Alignas(64) float score[ATTN_SCORES];  /* [row block][tile of a run][row][16]: exp(s - m) */
     _Alignas(64) float sum[ATTN_ROWS][16];  /* the sixteen lanes l */
-    float alpha[ATTN_ROWS][ATTN_SPLIT_TILES];                   /* what a tile rescales the past by; 1 where it does not */
-    struct { uint8_t lo, hi; } seen[ATTN_ROWS][ATTN_SPLIT_TILES]; /* the slots of a tile that count for a row */
+    struct tile_note note[ATTN_SCORES / 16]; /* [row block][tile of a run] */
+    bool steady[ATTN_ROWS];                 /* of a row block: every m is a number and not -inf */
     float split_max[ATTN_ROWS];             /* m of the current split */
-    float max[ATTN_ROWS], denominator[ATTN_ROWS];               /* m and L of the splits merged so far */
+    float max[ATTN_ROWS], denominator[ATTN_ROWS]; /* m and L of the splits merged so far */
     float x_scale[ATTN_ROWS], y_scale[ATTN_ROWS];
     enum attn_join join[ATTN_ROWS];
-    const void *key[TL_ATTN_SPLIT + ATTN_AHEAD * 16], *value[TL_ATTN_SPLIT + ATTN_AHEAD * 16]; /* rows of a run and a little more */
+    const float *q;                         /* q_copy, or the only row of a wide head where it lies */
+    int64_t q_stride;                       /* floats of a row in it */
+
+    /* The walk: tiles are found, that is where their rows lie, ATTN_AHEAD before they are scored; number n of the walk has
+     * its keys in key[n % ATTN_KEY_RING] and its values in value[n & value_mask]. */
+    struct attn_path path;                  /* what is walked: what any row of the job sees */
+    struct {
+        struct attn_path path;              /* `path`, and towards its end the job's `next` */
+        int64_t n, tile, block, slot;       /* the tile to be found next, and the first of its positions in the table */
+        bool is_next;
+    } ahead;
+    int64_t value_mask;
+    int64_t all_lo, all_hi;                 /* the positions that every row sees */
+    const void *key[ATTN_KEY_RING][16], *value[ATTN_VALUE_RING][16];
 };
 
 struct attn_job {
@@ -69,17 +98,18 @@ struct attn_job {
     int64_t kv_head;
     float scale;
     struct attn_work *work;
+    const struct attn_path *next; /* what the caller will walk after this, to be fetched early; or NULL */
     int n_rows; /* 1 .. attn_max_rows(head_dim) */
     struct attn_row row[ATTN_ROWS];
 };
 
-/* How many rows of this width one job takes. */
+/* How many rows of this width one job takes: as many as have room for their values, or one. */
 static inline int attn_max_rows(int64_t head_dim)
 {
     if (head_dim <= ATTN_ACC / ATTN_ROWS)
         return ATTN_ROWS;
     const int64_t padded = (head_dim + 15) / 16 * 16;
-    return padded <= ATTN_ACC / ATTN_ROW_BLOCK ? (int)(ATTN_ACC / padded) : ATTN_ROW_BLOCK;
+    return padded <= ATTN_ACC ? (int)(ATTN_ACC / padded) : 1;
 }
 
 #endif

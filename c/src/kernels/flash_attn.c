@@ -117,7 +117,7 @@ static void attend_rows(const struct prefill *f, int64_t batch, int64_t kv_head,
     job.n_rows = (int)(n_rows - first < max_rows ? n_rows - first : max_rows);
     for (int r = 0; r < job.n_rows; r++)
         job.row[r] = row_of(f, batch, kv_head, first + r);
-    f->kernels->attn_rows_f32(&job);
+    f->kernels->attn_rows(&job);
 }
 
 static void attend_jobs(void *ctx, int64_t lo, int64_t hi, int worker)

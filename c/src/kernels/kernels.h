@@ -17,8 +17,7 @@ struct attn_job;
 struct tl_kernels {
     const char *name;
     /* rows of attention that share one walk over K and V: attn_rows.h */
-    void (*attn_rows_f16)(const struct attn_job *job);
-    void (*attn_rows_f32)(const struct attn_job *job);
+    void (*attn_rows)(const struct attn_job *job);
     /* one row of softmax, cols > 0, y may be x: canon's order */
     void (*softmax_row)(const float *x, float *y, int64_t cols);
     void (*softmax_online_row)(const float *x, float *y, int64_t cols);

@@ -88,33 +88,45 @@ static tl_status check_entries(tl_kv_pool *kv, const uint32_t *table, int64_t fi
     return tl_fail(TL_EBUSY, fn, "block_table[%lld] = %u has %u references", (long long)busy, table[busy], block->refs);
 }
 
-/* Tokens t .. t+n-1 of every head into the slots slot .. slot+n-1 of one slab. */
-static void write_run(const tl_kv_cfg *cfg, const struct source *from, int64_t t, int64_t n, uint16_t *slab, int64_t slot)
+/* Tokens t .. t+n-1 of one head into y, its first slot of that run. */
+static void write_head(const struct tl_kernels *kernels, const struct source *from, int64_t head, int64_t t, int64_t n, int64_t D,
+                       uint16_t *y)
 {
-    const struct tl_kernels *kernels = tl_kernels();
-    const int64_t D = cfg->head_dim;
-    for (int64_t head = 0; head < cfg->n_kv_heads; head++) {
-        const float *x = from->x + head * from->head_stride + t * from->token_stride;
-        uint16_t *y = slab + (head * cfg->block_tokens + slot) * D;
-        if (from->token_stride == D)
-            kernels->f32_to_f16_n(x, y, n * D);
-        else
-            for (int64_t i = 0; i < n; i++)
-                kernels->f32_to_f16_n(x + i * from->token_stride, y + i * D, D);
-    }
+    const float *x = from->x + head * from->head_stride + t * from->token_stride;
+    if (from->token_stride == D)
+        kernels->f32_to_f16_n(x, y, n * D);
+    else
+        for (int64_t i = 0; i < n; i++)
+            kernels->f32_to_f16_n(x + i * from->token_stride, y + i * D, D);
 }
 
-static void write_all(tl_kv_pool *kv, uint32_t layer, const uint32_t *table, int64_t pos, int64_t T,
-                      const struct source *k, const struct source *v)
+struct job {
+    const tl_kv_pool *kv;
+    const struct tl_kernels *kernels;
+    uint32_t layer;
+    const uint32_t *entry; /* where the first token goes: its entry of the table */
+    int64_t slot, T;
+};
+
+/* One tensor, in the order in which the source lies in memory: one head's tokens after another's, or one token's heads. */
+static void write_tensor(const struct job *job, bool is_v, const struct source *from)
 {
-    const int64_t b = kv->cfg.block_tokens;
-    int64_t n;
-    for (int64_t t = 0; t < T; t += n) {
-        const int64_t slot = (pos + t) % b;
-        const uint32_t id = table[(pos + t) / b];
-        n = b - slot < T - t ? b - slot : T - t;
-        write_run(&kv->cfg, k, t, n, kv_slab(kv, id, layer, false), slot);
-        write_run(&kv->cfg, v, t, n, kv_slab(kv, id, layer, true), slot);
+    const tl_kv_pool *kv = job->kv;
+    const int64_t b = kv->cfg.block_tokens, D = kv->cfg.head_dim, heads = kv->cfg.n_kv_heads, T = job->T;
+    const bool by_token = T == 1 || from->head_stride < from->token_stride;
+    for (int64_t head = 0; head < heads; head += by_token ? heads : 1) {
+        const uint32_t *entry = job->entry;
+        int64_t slot = job->slot;
+        for (int64_t t = 0, n; t < T; t += n, entry++, slot = 0) {
+            uint16_t *y = (uint16_t *)kv_slab(kv, *entry, job->layer, is_v) + (head * b + slot) * D;
+            n = b - slot < T - t ? b - slot : T - t;
+            if (!by_token)
+                write_head(job->kernels, from, head, t, n, D, y);
+            else
+                for (int64_t i = 0; i < n; i++)
+                    for (int64_t h = 0; h < heads; h++)
+                        write_head(job->kernels, from, h, t + i, 1, D, y + (h * b + i) * D);
+        }
     }
 }
 
@@ -131,12 +143,14 @@ tl_status tl_kv_append_f32(tl_kv_pool *kv, uint32_t layer, const uint32_t *block
     if (!offsets_fit(&kv->cfg, T, head_stride, token_stride))
         return tl_fail(TL_EINVAL, fn, "head_stride %lld, token_stride %lld pass the address space with T = %lld",
                        (long long)head_stride, (long long)token_stride, (long long)T);
-    const int64_t b = kv->cfg.block_tokens;
-    TL_TRY(check_entries(kv, block_table, pos / b, (pos + T - 1) / b));
+    const int64_t b = kv->cfg.block_tokens, entry = pos / b, slot = pos % b;
+    TL_TRY(check_entries(kv, block_table, entry, entry + (slot + T - 1) / b));
 
     const struct source keys = {k, head_stride, token_stride}, values = {v, head_stride, token_stride};
+    const struct job job = {kv, tl_kernels(), layer, block_table + entry, slot, T};
     const tl_fpenv caller = tl_fpenv_enter();
-    write_all(kv, layer, block_table, pos, T, &keys, &values);
+    write_tensor(&job, false, &keys);
+    write_tensor(&job, true, &values);
     tl_fpenv_leave(caller);
     return TL_OK;
 }

@@ -107,7 +107,7 @@ static void attend_group(const struct step *s, int64_t seq, int64_t kv_head, str
             const int64_t at = (seq * s->H + kv_head * group + g + r) * s->D;
             job.row[r] = (struct attn_row){s->q + at, s->out + at, NULL, -INFINITY, first_visible(n, s->window), n};
         }
-        s->kernels->attn_rows_f16(&job);
+        s->kernels->attn_rows(&job);
     }
 }
 

@@ -35,19 +35,40 @@ static int degenerate(float m, float *y, int64_t cols)
     return 1;
 }
 
+/* The largest of a row, NaN where any is: v16_max leaves a NaN of its first operand out, and nothing is >= NaN. */
+V16_INLINE float row_max(const float *x, int64_t cols)
+{
+    v16 top = v16_set1(-INFINITY);
+    for (int64_t c = 0; c < cols; c += 16) {
+        const v16 s = load_tile(x, c, cols);
+        top = v16_max(s, top);
+        if (!v16_all_le(s, top))
+            return canon_nan();
+    }
+    return v16_fold_max(top);
+}
+
+/* The same of m, which is no NaN, and one tile. */
+V16_INLINE float tile_max(float m, v16 s)
+{
+    const float top = v16_fold_max(v16_max(s, v16_set1(m)));
+    return v16_all_le(s, v16_set1(top)) ? top : canon_nan();
+}
+
+/* exp(s - m), m finite and no lane above it. */
+V16_INLINE v16 weights(v16 s, float m)
+{
+    return canon_exp_below(v16_sub(s, v16_set1(m)));
+}
+
 void TL_ISA_FN(softmax_row)(const float *x, float *y, int64_t cols)
 {
-    float m = -INFINITY;
-    for (int64_t c = 0; c < cols; c += 16) { /* 1. maximum */
-        const v16 s = load_tile(x, c, cols);
-        if (!v16_all_le(s, v16_set1(m)))
-            m = canon_max(m, s);
-    }
+    const float m = row_max(x, cols); /* 1. maximum */
     if (degenerate(m, y, cols))
         return;
     v16 sum = v16_zero();
     for (int64_t c = 0; c < cols; c += 16) { /* 2. exponentials and their sum */
-        const v16 p = canon_exp(v16_sub(load_tile(x, c, cols), v16_set1(m)));
+        const v16 p = weights(load_tile(x, c, cols), m);
         sum = v16_add(sum, p);
         store_tile(y, c, cols, p);
     }
@@ -60,19 +81,24 @@ void TL_ISA_FN(softmax_online_row)(const float *x, float *y, int64_t cols)
 {
     float m = -INFINITY;
     v16 sum = v16_zero();
-    for (int64_t c = 0; c < cols; c += 16) { /* 1. maximum, and the sum relative to it */
-        const v16 s = load_tile(x, c, cols);
-        if (!v16_all_le(s, v16_set1(m))) {
-            const float top = canon_max(m, s);
-            sum = v16_mul(sum, v16_set1(canon_exp1(m - top)));
-            m = top;
+    for (int64_t c = 0; c < cols;) { /* 1. maximum, and the sum relative to it: at a tile that may raise it */
+        const float old = m;
+        m = tile_max(old, load_tile(x, c, cols));
+        if (!(m < INFINITY))
+            break;
+        if (m > old)
+            sum = v16_mul(sum, v16_set1(canon_exp1(old - m)));
+        for (; c < cols; c += 16) { /* that tile, and those that follow without raising it */
+            const v16 s = load_tile(x, c, cols);
+            if (!v16_all_le(s, v16_set1(m)))
+                break;
+            if (m != -INFINITY)
+                sum = v16_add(sum, weights(s, m));
         }
-        if (m != -INFINITY)
-            sum = v16_add(sum, canon_exp(v16_sub(s, v16_set1(m))));
     }
     if (degenerate(m, y, cols))
         return;
     const v16 factor = v16_set1(1 / v16_fold(sum));
     for (int64_t c = 0; c < cols; c += 16) /* 2. write */
-        store_tile(y, c, cols, v16_mul(canon_exp(v16_sub(load_tile(x, c, cols), v16_set1(m))), factor));
+        store_tile(y, c, cols, v16_mul(weights(load_tile(x, c, cols), m), factor));
 }

@@ -7,8 +7,7 @@
 
 /* KERNEL(member, arguments): declares the function this instruction set gives for a member of struct tl_kernels. */
 #define KERNEL_LIST(KERNEL)                                           \
-    KERNEL(attn_rows_f16, (const struct attn_job *))                  \
-    KERNEL(attn_rows_f32, (const struct attn_job *))                  \
+    KERNEL(attn_rows, (const struct attn_job *))                      \
     KERNEL(softmax_row, (const float *, float *, int64_t))            \
     KERNEL(softmax_online_row, (const float *, float *, int64_t))     \
     KERNEL(exp_n, (const float *, float *, int64_t))                  \

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: MIT */
-/* lowp.isa.c: arrays of small floats. f16 goes through the instruction set's own conversion; the others are lowp.h in a
- * loop that the compiler turns into whatever registers there are. */
+/* lowp.isa.c: arrays of small floats, with the bits of lowp.h. f16 goes through the instruction set's own conversion, codes of
+ * eight bits widen through f16; the others are loops that the compiler turns into whatever registers there are. The caller has
+ * set the float mode, so that here, other than in lowp.h, a float operation may round. */
 #include "isa_fn.h"
 #include "lowp.h"
 #include "vec.h"
@@ -26,17 +27,82 @@ void TL_ISA_FN(f16_to_f32_n)(const uint16_t *x, float *y, int64_t n)
         v16_store_n(y + i, v16_load_f16_n(x + i, n - i), n - i);
 }
 
-#define EACH(convert, from, to)                                                              \
+#define EACH(convert, from, to, one)                                                         \
     void TL_ISA_FN(convert##_n)(const from *restrict x, to *restrict y, int64_t n);          \
     void TL_ISA_FN(convert##_n)(const from *restrict x, to *restrict y, int64_t n)           \
     {                                                                                        \
         for (int64_t i = 0; i < n; i++)                                                      \
-            y[i] = lowp_##convert(x[i]);                                                     \
+            y[i] = one(x[i]);                                                                \
     }
 
-EACH(f32_to_bf16, float, uint16_t)
-EACH(bf16_to_f32, uint16_t, float)
-EACH(f32_to_e4m3, float, uint8_t)
-EACH(e4m3_to_f32, uint8_t, float)
-EACH(f32_to_e5m2, float, uint8_t)
-EACH(e5m2_to_f32, uint8_t, float)
+EACH(f32_to_bf16, float, uint16_t, lowp_f32_to_bf16)
+EACH(bf16_to_f32, uint16_t, float, lowp_bf16_to_f32)
+
+/* ---- eight bits ---- */
+
+/* lowp_narrow of a finite magnitude w by one addition: to a power of two whose unit in the last place is the step of the format
+ * at w, so that the sum is rounded there, and its fraction counts steps: all of them below the smallest normal number, and from
+ * 2^mant to 2^(mant + 1) in each binade above. */
+static inline uint32_t narrow(uint32_t w, uint32_t mant, uint32_t bias)
+{
+    const uint32_t least = (128 - bias) << 23, exponent = w & LOWP_INF, binade = exponent > least ? exponent : least;
+    const uint32_t power = binade + ((23 - mant) << 23);
+    const uint32_t steps = lowp_bits(lowp_float(w) + lowp_float(power)) - power;
+    return steps + ((binade - least) >> (23 - mant));
+}
+
+static inline uint8_t f32_to_e4m3(float x)
+{
+    const uint32_t w = lowp_bits(x), m = w & ~LOWP_SIGN;
+    const uint32_t code = narrow(lowp_min(m, 0x43E00000), 3, 7); /* 448 */
+    return (uint8_t)(m > LOWP_INF ? 0x7F : code | w >> 31 << 7);
+}
+
+static inline uint8_t f32_to_e5m2(float x)
+{
+    const uint32_t w = lowp_bits(x), m = w & ~LOWP_SIGN;
+    const uint32_t code = narrow(lowp_min(m, 0x47600000), 2, 15) + (m == LOWP_INF); /* 57344 */
+    return (uint8_t)(m > LOWP_INF ? 0x7F : code | w >> 31 << 7);
+}
+
+EACH(f32_to_e4m3, float, uint8_t, f32_to_e4m3)
+EACH(f32_to_e5m2, float, uint8_t, f32_to_e5m2)
+
+enum { PIECE = 256 };
+
+void TL_ISA_FN(e5m2_to_f32_n)(const uint8_t *x, float *y, int64_t n);
+void TL_ISA_FN(e4m3_to_f32_n)(const uint8_t *x, float *y, int64_t n);
+
+/* e5m2 is the upper byte of f16. */
+void TL_ISA_FN(e5m2_to_f32_n)(const uint8_t *x, float *y, int64_t n)
+{
+    uint16_t half[PIECE];
+    for (int64_t at = 0, some; at < n; at += some) {
+        some = n - at < PIECE ? n - at : PIECE;
+        for (int64_t i = 0; i < some; i++)
+            half[i] = (uint16_t)(x[at + i] << 8);
+        TL_ISA_FN(f16_to_f32_n)(half, y + at, some);
+    }
+}
+
+/* As f16, the fields of e4m3 mean 2^-8 of it, its bias being 7 where f16 has 15; NaN becomes one of f16, which keeps its bits. */
+void TL_ISA_FN(e4m3_to_f32_n)(const uint8_t *x, float *y, int64_t n)
+{
+    uint16_t half[PIECE];
+    for (int64_t at = 0, some; at < n; at += some) {
+        some = n - at < PIECE ? n - at : PIECE;
+        for (int64_t i = 0; i < some; i++) {
+            const uint16_t m = x[at + i] & 0x7Fu, nan = (uint16_t)((m == 0x7F) << 14);
+            half[i] = (uint16_t)((x[at + i] & 0x80u) << 8 | (uint16_t)(m << 7) | nan);
+        }
+        for (int64_t i = 0; i < some; i += 16) {
+            const int64_t lanes = some - i < 16 ? some - i : 16;
+            const v16 h = lanes == 16 ? v16_load_f16(half + i) : v16_load_f16_n(half + i, lanes);
+            const v16 value = v16_where_nan(h, h, v16_mul(h, v16_set1(256)));
+            if (lanes == 16)
+                v16_store(y + at + i, value);
+            else
+                v16_store_n(y + at + i, value, lanes);
+        }
+    }
+}

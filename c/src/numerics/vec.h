@@ -17,6 +17,7 @@
  *   v16_all_le(x, y)                   every lane x <= y; false where any is NaN
  *   v16_pow2(p, t)                     p * 2^k exactly, k the integer that t holds above EXP_MAGIC; +0 below 2^-126
  *   v16_first(x)                       lane 0
+ *   v16_fold_max(x)                    the largest lane, by the halves of v16_fold with v16_max; not for NaN
  *   v16_fold(x)                        sixteen lanes to one by halves: i with i+8, i+4, i+2, i+1
  *   v16_quads(a, b, c, d)              the first two halvings of four vectors: quad n holds what is left of the n-th
  *   v16_fold_quads(p0, p1, p2, p3)     the last two: lane 4*n + g is the fold of quad n of p_g
@@ -24,7 +25,14 @@
  * The last two together are sixteen folds in fifteen additions, each with the bits v16_fold gives. The additions within
  * a fold have two operands, so their order does not matter; which lanes meet does.
  *
- * V16_ROWS query rows are taken together, V16_KEYS(rows) dots of each run side by side and V16_COLS(rows) vectors of
+ * A v16 is V16_REGS registers of V16_REG_LANES lanes. Dots are summed a register at a time, so that a small register file
+ * holds several keys and rows at once:
+ *
+ *   vreg, vreg_zero, vreg_load, vreg_load_f16, vreg_fma   as for v16, on one register
+ *   vreg_keep(x)                                          x, in a register: not read from memory again for each use
+ *   v16_of(r)                                             the sixteen lanes of r[0 .. V16_REGS-1]
+ *
+ * V16_ROWS query rows are taken together; V16_KEYS(rows) dots of each run side by side, and V16_COLS(rows) vectors of
  * values, up to V16_MAX_COLS: as many accumulators as the register file holds, and enough of them to hide the latency
  * of an fma. */
 #ifndef TL_VEC_H

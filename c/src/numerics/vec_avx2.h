@@ -7,7 +7,7 @@
 #include <math.h>
 
 #define V16_ROWS 4
-#define V16_KEYS(rows) ((rows) == 1 ? 4 : (rows) == 2 ? 2 : 1)
+#define V16_KEYS(rows) ((rows) <= 2 ? 4 : 2)
 #define V16_COLS(rows) ((rows) == 1 ? 4 : (rows) == 2 ? 2 : 1)
 #define V16_MAX_COLS 4
 
@@ -175,12 +175,56 @@ V16_INLINE float v16_first(v16 x)
     return _mm256_cvtss_f32(x.lo);
 }
 
+V16_INLINE float v16_fold_max(v16 x)
+{
+    const __m256 eight = _mm256_max_ps(x.lo, x.hi);
+    const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+}
+
 V16_INLINE float v16_fold(v16 x)
 {
     const __m256 eight = _mm256_add_ps(x.lo, x.hi);
     const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
     const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+
+#define V16_REGS 2
+#define V16_REG_LANES 8
+
+typedef __m256 vreg;
+
+V16_INLINE vreg vreg_zero(void)
+{
+    return _mm256_setzero_ps();
+}
+
+V16_INLINE vreg vreg_load(const float *p)
+{
+    return _mm256_loadu_ps(p);
+}
+
+V16_INLINE vreg vreg_load_f16(const uint16_t *p)
+{
+    return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+}
+
+V16_INLINE vreg vreg_fma(vreg a, vreg b, vreg c)
+{
+    return _mm256_fmadd_ps(a, b, c);
+}
+
+V16_INLINE vreg vreg_keep(vreg x)
+{
+    __asm__("" : "+x"(x));
+    return x;
+}
+
+V16_INLINE v16 v16_of(const vreg *r)
+{
+    return (v16){r[0], r[1]};
 }
 
 V16_INLINE __m256 quad_pair(v16 a, v16 b)

@@ -8,7 +8,7 @@
 #include <math.h>
 
 #define V16_ROWS 4
-#define V16_KEYS(rows) ((rows) == 1 ? 4 : (rows) == 2 ? 2 : 1)
+#define V16_KEYS(rows) 4
 #define V16_COLS(rows) ((rows) == 1 ? 4 : (rows) == 2 ? 2 : 1)
 #define V16_MAX_COLS 4
 #define QUARTERS for (int i = 0; i < 4; i++)
@@ -184,11 +184,56 @@ V16_INLINE float32x4_t quad_of(v16 x)
     return vaddq_f32(vaddq_f32(x.q[0], x.q[2]), vaddq_f32(x.q[1], x.q[3]));
 }
 
+V16_INLINE float v16_fold_max(v16 x)
+{
+    const v16 y = v16_max((v16){{x.q[0], x.q[1]}}, (v16){{x.q[2], x.q[3]}});
+    const float32x4_t four = vbslq_f32(vcgtq_f32(y.q[0], y.q[1]), y.q[0], y.q[1]);
+    const float a = vgetq_lane_f32(four, 0), b = vgetq_lane_f32(four, 1), c = vgetq_lane_f32(four, 2), d = vgetq_lane_f32(four, 3);
+    const float ac = a > c ? a : c, bd = b > d ? b : d;
+    return ac > bd ? ac : bd;
+}
+
 V16_INLINE float v16_fold(v16 x)
 {
     const float32x4_t four = quad_of(x);
     const float32x2_t two = vadd_f32(vget_low_f32(four), vget_high_f32(four));
     return vget_lane_f32(two, 0) + vget_lane_f32(two, 1);
+}
+
+#define V16_REGS 4
+#define V16_REG_LANES 4
+
+typedef float32x4_t vreg;
+
+V16_INLINE vreg vreg_zero(void)
+{
+    return vdupq_n_f32(0);
+}
+
+V16_INLINE vreg vreg_load(const float *p)
+{
+    return vld1q_f32(p);
+}
+
+V16_INLINE vreg vreg_load_f16(const uint16_t *p)
+{
+    return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
+}
+
+V16_INLINE vreg vreg_fma(vreg a, vreg b, vreg c)
+{
+    return vfmaq_f32(c, a, b);
+}
+
+V16_INLINE vreg vreg_keep(vreg x)
+{
+    __asm__("" : "+w"(x));
+    return x;
+}
+
+V16_INLINE v16 v16_of(const vreg *r)
+{
+    return (v16){{r[0], r[1], r[2], r[3]}};
 }
 
 V16_INLINE v16 v16_quads(v16 a, v16 b, v16 c, v16 d)

@@ -178,12 +178,36 @@ V16_INLINE float v16_first(v16 x)
     return x.lane[0];
 }
 
+V16_INLINE float v16_fold_max(v16 x)
+{
+    for (int half = 8; half > 0; half /= 2)
+        for (int i = 0; i < half; i++)
+            x.lane[i] = x.lane[i] > x.lane[i + half] ? x.lane[i] : x.lane[i + half];
+    return x.lane[0];
+}
+
 V16_INLINE float v16_fold(v16 x)
 {
     for (int half = 8; half > 0; half /= 2)
         for (int i = 0; i < half; i++)
             x.lane[i] += x.lane[i + half];
     return x.lane[0];
+}
+
+/* One array is all of it. */
+#define V16_REGS 1
+#define V16_REG_LANES 16
+#define vreg_zero v16_zero
+#define vreg_load v16_load
+#define vreg_load_f16 v16_load_f16
+#define vreg_fma v16_fma
+#define vreg_keep(x) (x)
+
+typedef v16 vreg;
+
+V16_INLINE v16 v16_of(const vreg *r)
+{
+    return r[0];
 }
 
 V16_INLINE v16 v16_quads(v16 a, v16 b, v16 c, v16 d)

@@ -17,6 +17,8 @@
 /* cpuid leaf 7, ebx */
 #define AVX2_BIT (1u << 5)
 #define AVX512_BITS (1u << 16 | 1u << 17 | 1u << 30 | 1u << 31) /* F, DQ, BW, VL */
+/* cpuid leaf 7, ecx */
+#define VPCLMUL_BIT (1u << 10)
 /* XCR0: register state the operating system saves */
 #define YMM_STATE 0x06u /* xmm, ymm */
 #define ZMM_STATE 0xE6u /* and mask registers, both upper parts */
@@ -39,12 +41,14 @@ static unsigned look_up(void)
     const unsigned state = (leaf1 & OSXSAVE_BIT) ? saved_state() : 0;
     if ((state & YMM_STATE) != YMM_STATE || !(leaf1 & AVX_BIT))
         return have;
-    const unsigned leaf7 = __get_cpuid_count(7, 0, &a, &b, &c, &d) ? b : 0;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d))
+        b = c = 0;
+    const unsigned leaf7 = b, leaf7_c = c;
     have |= (leaf1 & FMA_BIT) ? TL_CPU_FMA : 0;
     have |= (leaf1 & F16C_BIT) ? TL_CPU_F16C : 0;
     have |= (leaf7 & AVX2_BIT) ? TL_CPU_AVX2 : 0;
     if ((state & ZMM_STATE) == ZMM_STATE && (leaf7 & AVX512_BITS) == AVX512_BITS)
-        have |= TL_CPU_AVX512;
+        have |= TL_CPU_AVX512 | ((leaf7_c & VPCLMUL_BIT) && (have & TL_CPU_CRC32) ? TL_CPU_VPCLMUL : 0);
     return have;
 }
 

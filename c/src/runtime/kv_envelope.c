@@ -6,6 +6,7 @@
  * it checks everything, then it takes. */
 #include <string.h>
 
+#include "runtime/crc32c.h"
 #include "runtime/fail.h"
 #include "runtime/kv_inner.h"
 
@@ -15,6 +16,7 @@
 
 #define CRC_BYTES 4u
 #define SMALLEST (TL_KV_ENVELOPE_HEADER + CRC_BYTES) /* an envelope of no blocks */
+#define LARGE ((size_t)16 << 20) /* bytes of an envelope from which payloads are copied past the caches */
 
 static uint16_t load16(const unsigned char *p)
 {
@@ -92,8 +94,8 @@ static unsigned char *put_header(unsigned char *p, const tl_kv_cfg *cfg, uint32_
     return store(p, cfg->head_dim, 4);
 }
 
-/* The K and V of a block; of each run of block_tokens positions only the first `fill`, zeros in place of the rest. */
-static unsigned char *put_payload(unsigned char *p, const tl_kv_pool *kv, uint32_t id)
+/* The K and V of a block that is not full: of each run of block_tokens positions the first `fill`, then zeros. */
+static uint32_t put_part(unsigned char *p, const tl_kv_pool *kv, uint32_t id, uint32_t crc)
 {
     const size_t row = (size_t)kv->cfg.head_dim * sizeof(uint16_t), run = row * kv->cfg.block_tokens;
     const size_t kept = row * kv->block[id].fill;
@@ -101,27 +103,30 @@ static unsigned char *put_payload(unsigned char *p, const tl_kv_pool *kv, uint32
     for (; from < end; from += run, p += run) {
         memcpy(p, from, kept);
         memset(p + kept, 0, run - kept);
+        crc = tl_crc32c(p, run, crc);
     }
-    return p;
+    return crc;
 }
 
-static unsigned char *put_record(unsigned char *p, const tl_kv_pool *kv, uint32_t id)
+static uint32_t put_record(unsigned char *p, const tl_kv_pool *kv, uint32_t id, uint32_t crc, bool large)
 {
-    p = store(p, kv->block[id].hash, 8);
-    p = store(p, kv->block[id].fill, 4);
-    return put_payload(p, kv, id);
+    unsigned char *payload = store(store(p, kv->block[id].hash, 8), kv->block[id].fill, 4);
+    crc = tl_crc32c(p, TL_KV_RECORD_HEADER, crc);
+    if (kv->block[id].fill < kv->cfg.block_tokens)
+        return put_part(payload, kv, id, crc);
+    return tl_crc32c_copy(payload, kv_slab(kv, id, 0, false), kv->block_bytes, crc, large);
 }
 
-static void put_envelope(unsigned char *p, const tl_kv_pool *kv, const uint32_t *ids, uint32_t n)
+static void put_envelope(unsigned char *p, size_t bytes, const tl_kv_pool *kv, const uint32_t *ids, uint32_t n)
 {
-    unsigned char *end = put_header(p, &kv->cfg, n);
-    uint32_t crc = tl_crc32c(p, (size_t)(end - p), 0);
-    for (uint32_t i = 0; i < n; i++) { /* each part is summed while it is in cache */
-        p = end;
-        end = put_record(p, kv, ids[i]);
-        crc = tl_crc32c(p, (size_t)(end - p), crc);
-    }
-    store(end, crc, CRC_BYTES);
+    const bool large = bytes >= LARGE;
+    unsigned char *record = put_header(p, &kv->cfg, n);
+    uint32_t crc = tl_crc32c(p, TL_KV_ENVELOPE_HEADER, 0);
+    for (uint32_t i = 0; i < n; i++, record += TL_KV_RECORD_HEADER + kv->block_bytes)
+        crc = put_record(record, kv, ids[i], crc, large);
+    store(record, crc, CRC_BYTES);
+    if (large)
+        tl_copies_done();
 }
 
 tl_status tl_kv_export(const tl_kv_pool *kv, const uint32_t *ids, uint32_t n, void *buf, size_t cap, size_t *written)
@@ -139,7 +144,7 @@ tl_status tl_kv_export(const tl_kv_pool *kv, const uint32_t *ids, uint32_t n, vo
     }
     if (!buf)
         return tl_fail(TL_EINVAL, fn, "buf is NULL with cap %zu", cap);
-    put_envelope(buf, kv, ids, n);
+    put_envelope(buf, bytes, kv, ids, n);
     *written = bytes;
     return TL_OK;
 }
@@ -239,18 +244,21 @@ static tl_status check_contents(const char *fn, const tl_kv_pool *kv, const stru
 }
 
 /* All space is taken before the first hash is looked up: evicting may remove the one that held it. */
-static void take_in(tl_kv_pool *kv, const struct envelope *e, uint32_t *ids_out)
+static void take_in(tl_kv_pool *kv, const struct envelope *e, size_t len, uint32_t *ids_out)
 {
+    const bool large = len >= LARGE;
     const unsigned char *p = e->records;
     for (uint32_t i = 0; i < e->cfg.n_blocks; i++)
         ids_out[i] = tl_kv_take(kv);
     for (uint32_t i = 0; i < e->cfg.n_blocks; i++, p += e->record) {
         const uint64_t hash = load64(p);
         kv->block[ids_out[i]].fill = load32(p + 8);
-        memcpy(kv_slab(kv, ids_out[i], 0, false), p + TL_KV_RECORD_HEADER, kv->block_bytes);
+        tl_copy(kv_slab(kv, ids_out[i], 0, false), p + TL_KV_RECORD_HEADER, kv->block_bytes, large);
         if (hash != 0)
             (void)tl_kv_index_enter(kv, ids_out[i], hash); /* an earlier holder stays */
     }
+    if (large)
+        tl_copies_done();
 }
 
 tl_status tl_kv_import(tl_kv_pool *kv, const void *buf, size_t len, uint32_t *ids_out)
@@ -265,6 +273,6 @@ tl_status tl_kv_import(tl_kv_pool *kv, const void *buf, size_t len, uint32_t *id
         return tl_fail(TL_EINVAL, fn, "ids_out is NULL with %u blocks in the envelope", e.cfg.n_blocks);
     TL_TRY(check_seal(fn, buf, len, &e));
     TL_TRY(check_contents(fn, kv, &e));
-    take_in(kv, &e, ids_out);
+    take_in(kv, &e, len, ids_out);
     return TL_OK;
 }

@@ -1,0 +1,219 @@
+/* SPDX-License-Identifier: MIT */
+/* attn_score.h: the scores of a tile and what they do to a row's maximum and denominator. Part of attn_rows.isa.c. */
+#ifndef TL_ATTN_SCORE_H
+#define TL_ATTN_SCORE_H
+
+#include <float.h>
+
+#include "kernels/attn_walk.h"
+#include "numerics/canon.h"
+
+/* Tiles [first, end), scored before their values are added; `n` is the number of the first in the walk. */
+struct run {
+    int64_t first, end, n;
+};
+
+/* Where tile t of a run stands in what is kept by (row block, tile). */
+V16_INLINE int64_t place_of(struct run run, int r0, int64_t t)
+{
+    return r0 / V16_ROWS * (run.end - run.first) + (t - run.first);
+}
+
+/* ---- dots ---- */
+
+/* Lanes lane .. lane+V16_REG_LANES-1 of the elements d .. d+15 of n_keys keys with n_rows rows. Sixteen elements of a row
+ * of q are followed by those of the next row of the block. Between the keys, and only there, lines of `later` are fetched:
+ * prefetches that come in a crowd are dropped. */
+V16_INLINE void dot_step(int n_rows, int n_keys, const float *q, const void *const *key, int64_t d, int lane, tl_dtype dtype,
+                         const void *const *later, int64_t later_d, vreg sum[4][4])
+{
+    vreg y[4];
+    EACH_OF_4(r, n_rows, y[r] = vreg_keep(vreg_load(q + d * n_rows + 16 * r + lane)));
+    EACH_OF_4(k, n_keys, {
+        const vreg x = load_kv_reg(key[4 * k], d + lane, dtype);
+        EACH_OF_4(r, n_rows, sum[r][k] = vreg_fma(y[r], x, sum[r][k]));
+        if (later)
+            fetch(later[4 * k], later_d, dtype);
+    });
+}
+
+/* Register i of the lanes of the dots with keys key[0], key[4], ...: lane l sums d = l, l+16, ... in rising order. In two
+ * steps of f16 a line of K goes by: the first fetches one of K, the second one of V. One row alone is quick with its dots
+ * and fetches V while it adds values, so that memory is never without work. */
+V16_INLINE void dot_reg(int n_rows, int n_keys, const float *q, const void *const *key, int i, int64_t whole, tl_dtype dtype,
+                        struct later later, vreg sum[4][4])
+{
+    const int lane = i * V16_REG_LANES;
+    const void *const *later_k = i == 0 ? later.key : NULL;
+    const void *const *later_v = dtype == TL_F32 ? later_k : n_rows > 1 && later_k ? later.value : NULL;
+    int64_t d = 0;
+    EACH_OF_4(r, n_rows, EACH_OF_4(k, n_keys, sum[r][k] = vreg_zero()));
+    for (; d + 32 <= whole; d += 32) {
+        dot_step(n_rows, n_keys, q, key, d, lane, dtype, later_k, d, sum);
+        dot_step(n_rows, n_keys, q, key, d + 16, lane, dtype, later_v, dtype == TL_F32 ? d + 16 : d, sum);
+    }
+    if (d < whole)
+        dot_step(n_rows, n_keys, q, key, d, lane, dtype, later_k, d, sum);
+}
+
+/* The last elements of a head that is no multiple of sixteen wide: lanes past its end are left alone. */
+V16_INLINE void dot_rest(int n_rows, const float *q, const void *const *key, int64_t d, int64_t rest, tl_dtype dtype,
+                         v16 lane[4][4])
+{
+    EACH_OF_4(k, 4, {
+        const v16 x = load_kv_n(key[4 * k], d, rest, dtype);
+        EACH_OF_4(r, n_rows, lane[r][k] = v16_fma_n(v16_load_n(q + d * n_rows + 16 * r, rest), x, lane[r][k], rest));
+    });
+}
+
+/* lane[r][k] = the sixteen lanes of the dot of row r with key[4k], not folded yet. */
+V16_INLINE void dot_lanes(int n_rows, const float *q, const void *const *key, int64_t dim, tl_dtype dtype, struct later later,
+                          v16 lane[4][4])
+{
+    const int n_keys = V16_KEYS(n_rows);
+    const int64_t whole = dim & ~(int64_t)15;
+    vreg reg[4][4][4];
+    EACH_OF_4(part, 4 / n_keys, EACH_OF_4(i, V16_REGS, {
+        const int k0 = part * n_keys;
+        vreg sum[4][4];
+        dot_reg(n_rows, n_keys, q, key + 4 * k0, i, whole, dtype, skip_keys(later, 4 * k0), sum);
+        EACH_OF_4(r, n_rows, EACH_OF_4(k, n_keys, reg[r][k0 + k][i] = sum[r][k]));
+    }));
+    EACH_OF_4(r, n_rows, EACH_OF_4(k, 4, lane[r][k] = v16_of(reg[r][k])));
+    if (whole < dim)
+        dot_rest(n_rows, q, key, whole, dim - whole, dtype, lane);
+}
+
+/* Whether slots g, g+4, g+8, g+12 of a tile have one of lo .. hi-1 among them. */
+V16_INLINE bool is_seen(int g, int64_t lo, int64_t hi)
+{
+    return ((g - lo) & 3) < hi - lo;
+}
+
+/* dot[r] = the sixteen dots of row r with the keys of a tile; those outside lo .. hi-1 may be anything. */
+V16_INLINE void tile_dots(int n_rows, const float *q, const void *const *key, int64_t dim, tl_dtype dtype, struct later later,
+                          int64_t lo, int64_t hi, v16 *dot)
+{
+    v16 quad[4][4];
+    for (int g = 0; g < 4; g++) {
+        v16 lane[4][4];
+        if (!is_seen(g, lo, hi)) {
+            for (int r = 0; r < n_rows; r++)
+                quad[r][g] = v16_zero();
+            continue;
+        }
+        dot_lanes(n_rows, q, key + g, dim, dtype, skip_keys(later, g), lane);
+        EACH_OF_4(r, n_rows, quad[r][g] = v16_quads(lane[r][0], lane[r][1], lane[r][2], lane[r][3]));
+    }
+    EACH_OF_4(r, n_rows, dot[r] = v16_fold_quads(quad[r][0], quad[r][1], quad[r][2], quad[r][3]));
+}
+
+/* ---- maximum and denominator ---- */
+
+static const struct tile_note nothing_special = {.hi = {16}, .alike = true};
+
+/* The maxima of a block whose rows see the whole tile, where all that happens is that some rise: false, and nothing
+ * changed, where a score or a maximum is not finite. */
+static __attribute__((noinline)) bool raise_maxima(work_t *work, int r0, int n_rows, const float *score, struct tile_note *note)
+{
+    float m[4];
+    for (int r = 0; r < n_rows; r++) {
+        const v16 s = v16_load(score + 16 * r);
+        const float old = work->split_max[r0 + r], highest = v16_fold_max(s);
+        m[r] = highest > old ? highest : old;
+        if (!v16_all_le(s, v16_set1(FLT_MAX)) || !(m[r] > -INFINITY && m[r] < INFINITY))
+            return false;
+    }
+    note->rescaled = true;
+    for (int r = 0; r < n_rows; r++) {
+        note->alpha[r] = 1;
+        if (m[r] > work->split_max[r0 + r]) {
+            const v16 alpha = canon_exp_below(v16_set1(work->split_max[r0 + r] - m[r]));
+            v16_store(work->sum[r0 + r], v16_mul(v16_load(work->sum[r0 + r]), alpha));
+            note->alpha[r] = v16_first(alpha);
+            work->split_max[r0 + r] = m[r];
+        }
+    }
+    return work->steady[r0 / V16_ROWS] = true;
+}
+
+/* One row takes in the scores of a tile, of which it sees slots lo .. hi-1, whatever they are. False where they count for
+ * nothing: none is seen, or m stays at -inf. */
+static bool absorb_row(work_t *work, int row, float *score, int lo, int hi, float *alpha)
+{
+    if (lo >= hi)
+        return false;
+    const v16 s = v16_only(v16_load(score), lo, hi);
+    const float old = work->split_max[row], m = v16_all_le(s, v16_set1(old)) ? old : canon_max(old, s);
+    v16 sum = v16_load(work->sum[row]);
+    if (m != old) { /* as NaN does */
+        *alpha = canon_exp1(old - m);
+        sum = v16_mul(sum, v16_set1(*alpha));
+        work->split_max[row] = m;
+    }
+    if (m == -INFINITY)
+        return false;
+    const v16 p = canon_exp(v16_sub(s, v16_set1(m)));
+    v16_store(work->sum[row], v16_add(sum, p));
+    v16_store(score, p);
+    return true;
+}
+
+/* Any tile of a block: its rows one by one. */
+static __attribute__((noinline)) void absorb_rows(const job_t *job, int r0, int n_rows, int64_t t, float *score, struct tile_note *note)
+{
+    work_t *work = job->work;
+    bool steady = true;
+    note->alike = note->rescaled = true;
+    for (int r = 0; r < n_rows; r++) {
+        const struct attn_row *row = &job->row[r0 + r];
+        const int lo = (int)min64(max64(row->lo - t * 16, 0), 16), hi = (int)min64(max64(row->hi - t * 16, 0), 16);
+        note->alpha[r] = 1;
+        const bool counts = absorb_row(work, r0 + r, score + 16 * r, lo, hi, &note->alpha[r]);
+        note->lo[r] = counts ? (uint8_t)lo : 0;
+        note->hi[r] = counts ? (uint8_t)hi : 0;
+        note->alike &= note->lo[r] == note->lo[0] && note->hi[r] == note->hi[0];
+        steady &= work->split_max[r0 + r] > -INFINITY && work->split_max[r0 + r] < INFINITY;
+    }
+    work->steady[r0 / V16_ROWS] = steady;
+}
+
+/* A block of rows takes in the scores of a tile: raises m, adds exp(s - m) to l and keeps it for the values. Where m does not
+ * rise nothing is rescaled. */
+V16_INLINE void absorb(const job_t *job, int r0, int n_rows, const v16 *s, struct run run, int64_t t)
+{
+    work_t *work = job->work;
+    const int64_t place = place_of(run, r0, t);
+    float *score = work->score + place * V16_ROWS * 16;
+    struct tile_note *note = work->note + place;
+    const bool whole = t * 16 >= work->all_lo && t * 16 + 16 <= work->all_hi;
+    bool calm = whole & work->steady[r0 / V16_ROWS];
+    EACH_OF_4(r, n_rows, calm &= v16_all_le(s[r], v16_set1(work->split_max[r0 + r])));
+    *note = nothing_special;
+    if (__builtin_expect(!calm, 0)) {
+        EACH_OF_4(r, n_rows, v16_store(score + 16 * r, s[r]));
+        if (!whole || !raise_maxima(work, r0, n_rows, score, note)) {
+            absorb_rows(job, r0, n_rows, t, score, note);
+            return;
+        }
+    }
+    EACH_OF_4(r, n_rows, {
+        const v16 p = canon_exp_below(v16_sub(s[r], v16_set1(work->split_max[r0 + r])));
+        v16_store(work->sum[r0 + r], v16_add(v16_load(work->sum[r0 + r]), p));
+        v16_store(score + 16 * r, p);
+    });
+}
+
+/* A block of rows and a tile: its dots with the keys, and what follows from them. */
+V16_INLINE void score_block(const job_t *job, int r0, int n_rows, struct run run, int64_t t, struct later later, tl_dtype dtype)
+{
+    work_t *work = job->work;
+    v16 s[4];
+    const void *const *key = work->key[(run.n + t - run.first) % ATTN_KEY_RING];
+    tile_dots(n_rows, work->q + r0 * work->q_stride, key, job->view->head_dim, dtype, later, max64(work->path.lo - t * 16, 0),
+              min64(work->path.hi - t * 16, 16), s);
+    EACH_OF_4(r, n_rows, s[r] = v16_mul(v16_set1(job->scale), s[r]));
+    absorb(job, r0, n_rows, s, run, t);
+}
+
+#endif

@@ -1,0 +1,177 @@
+/* SPDX-License-Identifier: MIT */
+/* attn_walk.h: where K and V of tile after tile lie, found through the block table, and fetched before they are needed.
+ * Part of attn_rows.isa.c. */
+#ifndef TL_ATTN_WALK_H
+#define TL_ATTN_WALK_H
+
+#include "kernels/attn_rows.h"
+#include "numerics/vec.h"
+
+typedef struct attn_job job_t;
+typedef struct attn_work work_t;
+
+/* The body for i = 0 .. n-1, n <= 4 or 8, written out with i a constant: GCC keeps arrays of registers in registers only
+ * where every index is a constant before its loop passes. */
+#define EACH_OF_4(i, n, ...) do { STEPS_4_(i, n, __VA_ARGS__) } while (0)
+#define EACH_OF_8(i, n, ...) do { STEPS_4_(i, n, __VA_ARGS__) STEPS_4_MORE_(i, n, __VA_ARGS__) } while (0)
+#define STEPS_4_(i, n, ...) STEP_(i, 0, n, __VA_ARGS__) STEP_(i, 1, n, __VA_ARGS__) STEP_(i, 2, n, __VA_ARGS__) STEP_(i, 3, n, __VA_ARGS__)
+#define STEPS_4_MORE_(i, n, ...) STEP_(i, 4, n, __VA_ARGS__) STEP_(i, 5, n, __VA_ARGS__) STEP_(i, 6, n, __VA_ARGS__) STEP_(i, 7, n, __VA_ARGS__)
+#define STEP_(i, number, n, ...)     \
+    {                                \
+        enum { i = number };         \
+        if (i < (n)) {               \
+            __VA_ARGS__;             \
+        }                            \
+    }
+
+V16_INLINE int64_t min64(int64_t a, int64_t b)
+{
+    return a < b ? a : b;
+}
+
+V16_INLINE int64_t max64(int64_t a, int64_t b)
+{
+    return a > b ? a : b;
+}
+
+V16_INLINE int64_t element_bytes(tl_dtype dtype)
+{
+    return dtype == TL_F32 ? 4 : 2;
+}
+
+V16_INLINE v16 load_kv(const void *row, int64_t d, tl_dtype dtype)
+{
+    return dtype == TL_F32 ? v16_load((const float *)row + d) : v16_load_f16((const uint16_t *)row + d);
+}
+
+V16_INLINE v16 load_kv_n(const void *row, int64_t d, int64_t n, tl_dtype dtype)
+{
+    return dtype == TL_F32 ? v16_load_n((const float *)row + d, n) : v16_load_f16_n((const uint16_t *)row + d, n);
+}
+
+V16_INLINE vreg load_kv_reg(const void *row, int64_t d, tl_dtype dtype)
+{
+    return dtype == TL_F32 ? vreg_load((const float *)row + d) : vreg_load_f16((const uint16_t *)row + d);
+}
+
+/* ---- finding tiles ---- */
+
+static void look_along(const job_t *job, const struct attn_path *path)
+{
+    work_t *work = job->work;
+    work->ahead.path = *path;
+    work->ahead.tile = path->lo / 16;
+    work->ahead.block = path->lo / job->view->block_tokens;
+    work->ahead.slot = path->lo % job->view->block_tokens;
+}
+
+/* Row `slot` of a block. */
+V16_INLINE const char *row_in_block(const struct kv_side *side, int64_t bytes, uint32_t block, int64_t kv_head, int64_t slot)
+{
+    return (const char *)side->base + bytes * ((int64_t)block * side->block_stride + kv_head * side->head_stride + slot * side->token_stride);
+}
+
+/* Slots lo .. hi-1 of the tile ahead, block by block. */
+V16_INLINE void find_slots(const job_t *job, int64_t lo, int64_t hi, const void **key, const void **value)
+{
+    const struct kv_view *view = job->view;
+    work_t *work = job->work;
+    const int64_t bytes = element_bytes(view->dtype), k_step = view->k.token_stride * bytes, v_step = view->v.token_stride * bytes;
+    while (lo < hi) {
+        const int64_t n = min64(view->block_tokens - work->ahead.slot, hi - lo), kv_head = work->ahead.path.kv_head;
+        const uint32_t block = work->ahead.path.block_table[work->ahead.block];
+        const char *k = row_in_block(&view->k, bytes, block, kv_head, work->ahead.slot);
+        const char *v = row_in_block(&view->v, bytes, block, kv_head, work->ahead.slot);
+        if (n == 16)
+            for (int i = 0; i < 16; i++)
+                key[i] = k + i * k_step, value[i] = v + i * v_step;
+        else
+            for (int64_t i = 0; i < n; i++)
+                key[lo + i] = k + i * k_step, value[lo + i] = v + i * v_step;
+        lo += n;
+        work->ahead.slot += n;
+        if (work->ahead.slot == view->block_tokens)
+            work->ahead.block++, work->ahead.slot = 0;
+    }
+}
+
+/* Finds the next tile of the walk, if there is one. Slots before or behind the path point at the nearest row on it, so that
+ * a tile can be loaded whole and masked afterwards. */
+static void find_tile(const job_t *job)
+{
+    work_t *work = job->work;
+    const int64_t n = work->ahead.n++;
+    const void **key = work->key[n % ATTN_KEY_RING], **value = work->value[n & work->value_mask];
+    if (work->ahead.tile * 16 >= work->ahead.path.hi && job->next && !work->ahead.is_next) {
+        look_along(job, job->next);
+        work->ahead.is_next = true;
+    }
+    const int64_t origin = work->ahead.tile++ * 16;
+    const int64_t lo = max64(work->ahead.path.lo - origin, 0), hi = min64(work->ahead.path.hi - origin, 16);
+    if (lo >= hi) {
+        key[0] = value[0] = NULL;
+        return;
+    }
+    find_slots(job, lo, hi, key, value);
+    for (int64_t i = 0; i < lo; i++)
+        key[i] = key[lo], value[i] = value[lo];
+    for (int64_t i = hi; i < 16; i++)
+        key[i] = key[hi - 1], value[i] = value[hi - 1];
+}
+
+static void begin_walk(const job_t *job, bool narrow)
+{
+    work_t *work = job->work;
+    work->path = (struct attn_path){job->block_table, job->kv_head, INT64_MAX, 0};
+    work->all_lo = 0, work->all_hi = INT64_MAX;
+    for (int r = 0; r < job->n_rows; r++) {
+        work->all_lo = max64(work->all_lo, job->row[r].lo);
+        work->all_hi = min64(work->all_hi, job->row[r].hi);
+        if (job->row[r].lo < job->row[r].hi) {
+            work->path.lo = min64(work->path.lo, job->row[r].lo);
+            work->path.hi = max64(work->path.hi, job->row[r].hi);
+        }
+    }
+    work->value_mask = narrow ? ATTN_KEY_RING - 1 : ATTN_VALUE_RING - 1;
+    work->ahead.n = 0;
+    work->ahead.is_next = false;
+    if (work->path.lo >= work->path.hi)
+        return;
+    look_along(job, &work->path);
+    for (int i = 0; i < ATTN_AHEAD; i++)
+        find_tile(job);
+}
+
+/* ---- fetching ---- */
+
+/* Rows that will be wanted ATTN_AHEAD tiles later; key is NULL where there are none, or where another block fetches them. */
+struct later {
+    const void *const *key, *const *value;
+};
+
+/* What follows tile number n of the walk by ATTN_AHEAD. */
+V16_INLINE struct later later_of(const work_t *work, int64_t n)
+{
+    const void *const *key = work->key[(n + ATTN_AHEAD) % ATTN_KEY_RING];
+    return (struct later){key[0] ? key : NULL, work->value[(n + ATTN_AHEAD) & work->value_mask]};
+}
+
+V16_INLINE struct later skip_keys(struct later later, int n)
+{
+    return (struct later){later.key ? later.key + n : NULL, later.value + n};
+}
+
+/* The cache line of element d, into the second-level cache: in the first it would be in the way. */
+V16_INLINE void fetch(const void *row, int64_t d, tl_dtype dtype)
+{
+    __builtin_prefetch((const char *)row + d * element_bytes(dtype), 0, 2);
+}
+
+/* All of a row. */
+V16_INLINE void fetch_row(const void *row, int64_t dim, tl_dtype dtype)
+{
+    for (int64_t d = 0; d < dim; d += 64 / element_bytes(dtype))
+        fetch(row, d, dtype);
+}
+
+#endif
