@@ -109,17 +109,34 @@ lint: .venv/lint.stamp ## mypy --strict, ruff, and the tidiness of every text
 	@.venv/bin/ruff check .
 	@tests/tidy.sh
 
-$(B)/bench/%: bench/%.c bench/bench.h $(B)/libtinyllm.a $(B)/flags
+$(B)/bench/%: bench/%.c $(wildcard bench/*.h) $(B)/libtinyllm.a $(B)/flags
 	$(call say,CC,$<)
 	@mkdir -p $(@D)
 	@$(CC) $(CFLAGS) -Ibench -o $@ $< $(B)/libtinyllm.a $(LDLIBS)
 
-.PHONY: bench bench-quick
-bench: $(B)/bench/bench_decode ## a decode step beside the roof of the memory and a plain C loop, 1 and 2 threads
+.PHONY: bench bench-quick bench-prefill bench-python counts
+bench: $(B)/bench/bench_decode ## a decode step beside the roof of the memory and a plain C loop; BENCH_ARGS='--group small' etc.
 	@$< --plain $(BENCH_ARGS)
 
 bench-quick: $(B)/bench/bench_decode ## the same in under a minute, without the plain loop
 	@$< --quick --threads 1 $(BENCH_ARGS)
+
+bench-prefill: $(B)/bench/bench_prefill ## attention of whole prompts beside the fma peak
+	@$< $(BENCH_ARGS)
+
+bench-python: all .venv/test.stamp ## what the Python layer adds to a call
+	@TINYLLM_LIB=$(B)/libtinyllm.so .venv/bin/python bench/bench_python.py $(BENCH_ARGS)
+
+counts: $(B)/bench/count_step ## instructions of fixed steps beside those kept in bench/counts.txt; UPDATE=1 WHY='...' keeps them
+	@$< > $(B)/bench/counts && $(PYTHON) bench/counts.py $(if $(UPDATE),--update) --why '$(WHY)' < $(B)/bench/counts
+
+.PHONY: bench-peers
+bench-peers: all .venv-peers/peers.stamp ## beside torch, vLLM, OpenVINO and ONNX Runtime (1.7 GB to install; BENCH_ARGS=--help)
+	@TINYLLM_LIB=$(B)/libtinyllm.so PYTHONPATH=python .venv-peers/bin/python bench/peers/bench_peers.py $(BENCH_ARGS)
+
+.venv-peers/peers.stamp: bench/peers/requirements.txt bench/peers/install.sh
+	@bench/peers/install.sh "$(PYTHON)" .venv-peers $<
+	@touch $@
 
 .PHONY: demo
 demo: all ## a real language model on the library (about 100 MB to fetch, under two minutes to run)

@@ -236,6 +236,20 @@ def test_symbols_are_bound_on_first_use_and_once(lib: Lib) -> None:
     assert first(b"123456789", 9, 0) == 0xE3069283
 
 
+def test_each_calls_row_by_row_and_stops_at_the_first_refusal(lib: Lib) -> None:
+    with tinyllm.PagedKVCache(lib, 4, 8, 1, 1, 1) as cache:
+        cache.add_seq("a")
+        cache.append("a", 0, *np.zeros((2, 1, 3 * 8, 1), np.float32))
+        blocks = cache.block_table("a").tolist()
+        lib.tl_kv_set_fill.each(cache.pool, blocks, [5, 6, 7])
+        assert [lib.tl_kv_fill(cache.pool, block) for block in blocks] == [5, 6, 7]
+        with pytest.raises(TlError, match=r"tl_kv_set_fill: .*9") as caught:
+            lib.tl_kv_set_fill.each(cache.pool, reversed(blocks), [1, 9, 3])
+        assert (caught.value.fn, caught.value.status) == ("tl_kv_set_fill", ffi.TL_EINVAL)
+        assert [lib.tl_kv_fill(cache.pool, block) for block in blocks] == [5, 6, 1]
+        cache.free("a")
+
+
 def test_a_status_becomes_an_exception_that_carries_all_of_it(lib: Lib) -> None:
     out = c_void_p()
     with pytest.raises(TlError) as caught:

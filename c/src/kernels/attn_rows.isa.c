@@ -126,8 +126,8 @@ static void join_columns(const job_t *job, struct columns columns)
     }
 }
 
-/* All columns together, run by run. */
-static void narrow_split(const job_t *job, struct run split)
+/* All columns together, run by run. The values of a lone split stay in acc. */
+static void narrow_split(const job_t *job, struct run split, bool lone)
 {
     const int64_t dim = job->view->head_dim;
     const struct columns all = {0, dim, (dim + 15) / 16 * 16};
@@ -138,7 +138,8 @@ static void narrow_split(const job_t *job, struct run split)
         add_run(job, run, all);
     }
     join_split(job);
-    join_columns(job, all);
+    if (!lone)
+        join_columns(job, all);
 }
 
 /* Scores of the whole split first, then the columns in pieces that fit. */
@@ -157,14 +158,14 @@ static void wide_split(const job_t *job, struct run split)
 
 /* ---- the end of a row ---- */
 
-static void scale_row(float *out, int64_t dim, float factor)
+static void scale_row(const float *from, float *to, int64_t dim, float factor)
 {
     const v16 f = v16_set1(factor);
     int64_t d = 0;
     for (; d + 16 <= dim; d += 16)
-        v16_store(out + d, canon_one_nan(v16_mul(v16_load(out + d), f)));
+        v16_store(to + d, canon_one_nan(v16_mul(v16_load(from + d), f)));
     if (d < dim)
-        v16_store_n(out + d, canon_one_nan(v16_mul(v16_load_n(out + d, dim - d), f)), dim - d);
+        v16_store_n(to + d, canon_one_nan(v16_mul(v16_load_n(from + d, dim - d), f)), dim - d);
 }
 
 static void fill_row(float *out, int64_t dim, float value)
@@ -173,21 +174,21 @@ static void fill_row(float *out, int64_t dim, float value)
         out[d] = value;
 }
 
-/* The sink joins the denominator of (m, L, out), which sees at least one key. */
-static void join_sink(float sink, float *m, float *denominator, float *out, int64_t dim)
+/* The sink joins the denominator of (m, L), which sees at least one key: returns what the values shrink by. */
+static float join_sink(float sink, float *m, float *denominator)
 {
     const float top = canon_max2(*m, sink), shrink = canon_exp1(*m - top);
     *denominator = f32_fma(shrink, *denominator, canon_exp1(sink - top));
-    if (!(top <= *m))
-        scale_row(out, dim, shrink);
     *m = top;
+    return shrink;
 }
 
-static void finish_row(const job_t *job, int r)
+/* `values` are the row's unnormalised ones: out itself, or acc where there was but one split. */
+static void finish_row(const job_t *job, int r, const float *values)
 {
     const struct attn_row *row = &job->row[r];
     const int64_t dim = job->view->head_dim;
-    float m = job->work->max[r], denominator = job->work->denominator[r], lse;
+    float m = job->work->max[r], denominator = job->work->denominator[r], lse = 0;
     const bool empty = m == -INFINITY, has_sink = row->sink != -INFINITY;
     if (has_sink && !(row->sink < INFINITY)) {
         fill_row(row->out, dim, canon_nan());
@@ -196,10 +197,15 @@ static void finish_row(const job_t *job, int r)
         fill_row(row->out, dim, 0);
         lse = row->sink + 0; /* m + log(1) */
     } else {
-        if (has_sink)
-            join_sink(row->sink, &m, &denominator, row->out, dim);
-        scale_row(row->out, dim, 1 / denominator);
-        lse = m + canon_log(denominator);
+        if (has_sink && !(row->sink <= m)) {
+            scale_row(values, row->out, dim, join_sink(row->sink, &m, &denominator));
+            values = row->out;
+        } else if (has_sink) {
+            join_sink(row->sink, &m, &denominator);
+        }
+        scale_row(values, row->out, dim, 1 / denominator);
+        if (row->lse)
+            lse = m + canon_log(denominator);
     }
     if (row->lse)
         *row->lse = lse != lse ? canon_nan() : lse;
@@ -218,8 +224,9 @@ static void line_up_queries(const job_t *job, bool narrow)
     for (int r = 0; narrow && r < job->n_rows; r++) {
         const int r0 = r / V16_ROWS * V16_ROWS, in_block = rows_of_block(job, r0);
         float *to = work->q_copy + r0 * work->q_stride + (r - r0) * 16;
+        const float *q = job->row[r].q;
         for (int64_t d = 0; d < dim; d += 16, to += in_block * 16)
-            memcpy(to, job->row[r].q + d, (size_t)min64(16, dim - d) * sizeof *to);
+            v16_store(to, dim - d < 16 ? v16_load_n(q + d, dim - d) : v16_load(q + d));
     }
 }
 
@@ -233,16 +240,17 @@ void TL_ISA_FN(attn_rows)(const struct attn_job *job)
     for (int r = 0; r < job->n_rows; r++)
         job->work->max[r] = -INFINITY;
     const int64_t first = job->work->path.lo / 16, end = (job->work->path.hi + 15) / 16;
+    const bool lone = narrow && first / ATTN_SPLIT_TILES == (end - 1) / ATTN_SPLIT_TILES;
     for (int64_t t = first; t < end;) {
         const int64_t split_end = (t / ATTN_SPLIT_TILES + 1) * ATTN_SPLIT_TILES;
         const struct run split = {t, min64(split_end, end), t - first};
         open_split(job);
         if (narrow)
-            narrow_split(job, split);
+            narrow_split(job, split, lone);
         else
             wide_split(job, split);
         t = split.end;
     }
     for (int r = 0; r < job->n_rows; r++)
-        finish_row(job, r);
+        finish_row(job, r, lone ? job->work->acc + r * job->work->q_stride : job->row[r].out);
 }

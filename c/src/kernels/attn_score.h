@@ -19,6 +19,17 @@ V16_INLINE int64_t place_of(struct run run, int r0, int64_t t)
     return r0 / V16_ROWS * (run.end - run.first) + (t - run.first);
 }
 
+/* The slots lo .. hi-1 of a tile, none where hi <= lo. */
+struct slots {
+    int lo, hi;
+};
+
+/* Those of tile t that lie in positions lo .. hi-1. */
+V16_INLINE struct slots slots_of(int64_t t, int64_t lo, int64_t hi)
+{
+    return (struct slots){(int)min64(max64(lo - t * 16, 0), 16), (int)max64(min64(hi - t * 16, 16), 0)};
+}
+
 /* ---- dots ---- */
 
 /* Lanes lane .. lane+V16_REG_LANES-1 of the elements d .. d+15 of n_keys keys with n_rows rows. Sixteen elements of a row
@@ -84,20 +95,20 @@ V16_INLINE void dot_lanes(int n_rows, const float *q, const void *const *key, in
         dot_rest(n_rows, q, key, whole, dim - whole, dtype, lane);
 }
 
-/* Whether slots g, g+4, g+8, g+12 of a tile have one of lo .. hi-1 among them. */
-V16_INLINE bool is_seen(int g, int64_t lo, int64_t hi)
+/* Whether one of slots g, g+4, g+8, g+12 of a tile is seen. */
+V16_INLINE bool is_seen(int g, struct slots seen)
 {
-    return ((g - lo) & 3) < hi - lo;
+    return ((g - seen.lo) & 3) < seen.hi - seen.lo;
 }
 
-/* dot[r] = the sixteen dots of row r with the keys of a tile; those outside lo .. hi-1 may be anything. */
+/* dot[r] = the sixteen dots of row r with the keys of a tile; those of slots not seen may be anything. */
 V16_INLINE void tile_dots(int n_rows, const float *q, const void *const *key, int64_t dim, tl_dtype dtype, struct later later,
-                          int64_t lo, int64_t hi, v16 *dot)
+                          struct slots seen, v16 *dot)
 {
     v16 quad[4][4];
     for (int g = 0; g < 4; g++) {
         v16 lane[4][4];
-        if (!is_seen(g, lo, hi)) {
+        if (!is_seen(g, seen)) {
             for (int r = 0; r < n_rows; r++)
                 quad[r][g] = v16_zero();
             continue;
@@ -110,10 +121,8 @@ V16_INLINE void tile_dots(int n_rows, const float *q, const void *const *key, in
 
 /* ---- maximum and denominator ---- */
 
-static const struct tile_note nothing_special = {.hi = {16}, .alike = true};
-
-/* The maxima of a block whose rows see the whole tile, where all that happens is that some rise: false, and nothing
- * changed, where a score or a maximum is not finite. */
+/* The maxima of a block whose rows see the same slots, where all that happens is that some rise: false, and nothing changed,
+ * where a score is NaN or +inf or a maximum not finite. */
 static __attribute__((noinline)) bool raise_maxima(work_t *work, int r0, int n_rows, const float *score, struct tile_note *note)
 {
     float m[4];
@@ -137,13 +146,13 @@ static __attribute__((noinline)) bool raise_maxima(work_t *work, int r0, int n_r
     return work->steady[r0 / V16_ROWS] = true;
 }
 
-/* One row takes in the scores of a tile, of which it sees slots lo .. hi-1, whatever they are. False where they count for
- * nothing: none is seen, or m stays at -inf. */
-static bool absorb_row(work_t *work, int row, float *score, int lo, int hi, float *alpha)
+/* One row takes in the scores of the slots it sees of a tile, whatever they are. False where they count for nothing: none is
+ * seen, or m stays at -inf. */
+static bool absorb_row(work_t *work, int row, float *score, struct slots seen, float *alpha)
 {
-    if (lo >= hi)
+    if (seen.lo >= seen.hi)
         return false;
-    const v16 s = v16_only(v16_load(score), lo, hi);
+    const v16 s = v16_only(v16_load(score), seen.lo, seen.hi);
     const float old = work->split_max[row], m = v16_all_le(s, v16_set1(old)) ? old : canon_max(old, s);
     v16 sum = v16_load(work->sum[row]);
     if (m != old) { /* as NaN does */
@@ -153,7 +162,7 @@ static bool absorb_row(work_t *work, int row, float *score, int lo, int hi, floa
     }
     if (m == -INFINITY)
         return false;
-    const v16 p = canon_exp(v16_sub(s, v16_set1(m)));
+    const v16 x = v16_sub(s, v16_set1(m)), p = m < INFINITY ? canon_exp_below(x) : canon_exp(x);
     v16_store(work->sum[row], v16_add(sum, p));
     v16_store(score, p);
     return true;
@@ -166,12 +175,11 @@ static __attribute__((noinline)) void absorb_rows(const job_t *job, int r0, int 
     bool steady = true;
     note->alike = note->rescaled = true;
     for (int r = 0; r < n_rows; r++) {
-        const struct attn_row *row = &job->row[r0 + r];
-        const int lo = (int)min64(max64(row->lo - t * 16, 0), 16), hi = (int)min64(max64(row->hi - t * 16, 0), 16);
+        const struct slots seen = slots_of(t, job->row[r0 + r].lo, job->row[r0 + r].hi);
         note->alpha[r] = 1;
-        const bool counts = absorb_row(work, r0 + r, score + 16 * r, lo, hi, &note->alpha[r]);
-        note->lo[r] = counts ? (uint8_t)lo : 0;
-        note->hi[r] = counts ? (uint8_t)hi : 0;
+        const bool counts = absorb_row(work, r0 + r, score + 16 * r, seen, &note->alpha[r]);
+        note->lo[r] = counts ? (uint8_t)seen.lo : 0;
+        note->hi[r] = counts ? (uint8_t)seen.hi : 0;
         note->alike &= note->lo[r] == note->lo[0] && note->hi[r] == note->hi[0];
         steady &= work->split_max[r0 + r] > -INFINITY && work->split_max[r0 + r] < INFINITY;
     }
@@ -179,20 +187,26 @@ static __attribute__((noinline)) void absorb_rows(const job_t *job, int r0, int 
 }
 
 /* A block of rows takes in the scores of a tile: raises m, adds exp(s - m) to l and keeps it for the values. Where m does not
- * rise nothing is rescaled. */
-V16_INLINE void absorb(const job_t *job, int r0, int n_rows, const v16 *s, struct run run, int64_t t)
+ * rise nothing is rescaled. Slots not seen add exp(-inf) = +0, which changes no lane of l. */
+V16_INLINE void absorb(const job_t *job, int r0, int n_rows, v16 s[4], struct slots seen, struct run run, int64_t t)
 {
     work_t *work = job->work;
     const int64_t place = place_of(run, r0, t);
     float *score = work->score + place * V16_ROWS * 16;
     struct tile_note *note = work->note + place;
-    const bool whole = t * 16 >= work->all_lo && t * 16 + 16 <= work->all_hi;
-    bool calm = whole & work->steady[r0 / V16_ROWS];
+    const struct slots by_all = slots_of(t, work->all_lo, work->all_hi);
+    const bool alike = seen.lo == by_all.lo && seen.hi == by_all.hi;
+    if (seen.hi - seen.lo < 16 && alike)
+        EACH_OF_4(r, n_rows, s[r] = v16_only(s[r], seen.lo, seen.hi));
+    bool calm = alike & work->steady[r0 / V16_ROWS];
     EACH_OF_4(r, n_rows, calm &= v16_all_le(s[r], v16_set1(work->split_max[r0 + r])));
-    *note = nothing_special;
+    note->lo[0] = (uint8_t)seen.lo;
+    note->hi[0] = (uint8_t)seen.hi;
+    note->alike = true;
+    note->rescaled = false;
     if (__builtin_expect(!calm, 0)) {
         EACH_OF_4(r, n_rows, v16_store(score + 16 * r, s[r]));
-        if (!whole || !raise_maxima(work, r0, n_rows, score, note)) {
+        if (!alike || !raise_maxima(work, r0, n_rows, score, note)) {
             absorb_rows(job, r0, n_rows, t, score, note);
             return;
         }
@@ -210,10 +224,10 @@ V16_INLINE void score_block(const job_t *job, int r0, int n_rows, struct run run
     work_t *work = job->work;
     v16 s[4];
     const void *const *key = work->key[(run.n + t - run.first) % ATTN_KEY_RING];
-    tile_dots(n_rows, work->q + r0 * work->q_stride, key, job->view->head_dim, dtype, later, max64(work->path.lo - t * 16, 0),
-              min64(work->path.hi - t * 16, 16), s);
+    const struct slots seen = slots_of(t, work->path.lo, work->path.hi);
+    tile_dots(n_rows, work->q + r0 * work->q_stride, key, job->view->head_dim, dtype, later, seen, s);
     EACH_OF_4(r, n_rows, s[r] = v16_mul(v16_set1(job->scale), s[r]));
-    absorb(job, r0, n_rows, s, run, t);
+    absorb(job, r0, n_rows, s, seen, run, t);
 }
 
 #endif

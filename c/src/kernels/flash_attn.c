@@ -8,6 +8,7 @@
 #include "kernels/attn_rows.h"
 #include "kernels/kernels.h"
 #include "kernels/shapes.h"
+#include "kernels/sharing.h"
 #include "runtime/fail.h"
 #include "runtime/fpenv.h"
 #include "runtime/pool_run.h"
@@ -136,7 +137,9 @@ static tl_status run(struct prefill *f, tl_arena *scratch, tl_pool *tp)
         return tl_fail(TL_ENOMEM, FN, "scratch cannot grow by %zu bytes", (size_t)tl_pool_threads(tp) * sizeof *f->work);
     f->jobs_per_head = (f->H / f->Hkv * f->Tq - 1) / attn_max_rows(f->D) + 1;
     const tl_fpenv caller = tl_fpenv_enter();
-    const tl_status status = tl_pool_run(FN, tp, f->B * f->Hkv * f->jobs_per_head, 1, attend_jobs, f);
+    const int64_t n_jobs = f->B * f->Hkv * f->jobs_per_head;
+    const bool shared = tl_worth_sharing((double)f->B * (double)f->Tq * (double)f->Tk * (double)f->D, 0, (double)f->H);
+    const tl_status status = tl_pool_run(FN, tp, n_jobs, shared ? 1 : n_jobs, attend_jobs, f);
     tl_fpenv_leave(caller);
     return status;
 }

@@ -7,11 +7,14 @@
 #include "kernels/attn_rows.h"
 #include "kernels/kernels.h"
 #include "kernels/shapes.h"
+#include "kernels/sharing.h"
 #include "runtime/fail.h"
 #include "runtime/fpenv.h"
 #include "runtime/pool_run.h"
 
 static const char *const FN = "tl_paged_attn_decode_f32";
+
+int64_t tl_small_step_ns = 50000;
 
 struct step {
     const struct tl_kernels *kernels;
@@ -23,7 +26,11 @@ struct step {
     float *out;
     int64_t B, H, Hkv, D, window;
     float scale;
+    int64_t n_units, longest, total; /* positions seen: by the sequence that sees most, by all */
+    int n_classes;
 };
+
+enum { MAX_CLASSES = 4, RANGES_PER_THREAD = 4 };
 
 /* The view of one layer of a pool: block 0's slabs, and the way from there. */
 static struct kv_view view_of_pool(const tl_kv_pool *kv, uint32_t layer, const tl_kv_cfg *cfg)
@@ -39,6 +46,21 @@ static struct kv_view view_of_pool(const tl_kv_pool *kv, uint32_t layer, const t
 static int64_t first_visible(int64_t n, int64_t window)
 {
     return window > 0 && window < n ? n - window : 0;
+}
+
+/* Positions that sequence seq's query sees. */
+static int64_t visible(const struct step *s, int64_t seq)
+{
+    return s->ctx_lens[seq] - first_visible(s->ctx_lens[seq], s->window);
+}
+
+/* 0 for lengths above half of the longest, 1 above a quarter, 2 above an eighth, 3 for the rest. */
+static int length_class(const struct step *s, int64_t seq)
+{
+    int c = 0;
+    while (c < s->n_classes - 1 && visible(s, seq) <= s->longest >> (c + 1))
+        c++;
+    return c;
 }
 
 static tl_status check_sequence(const struct step *s, int64_t seq, const tl_kv_cfg *cfg)
@@ -94,37 +116,82 @@ static tl_status check_rest(const struct step *s, const tl_kv_cfg *cfg, const tl
     return tl_pool_check(FN, tp);
 }
 
-/* One KV head of one sequence: its group of query heads, as many at a time as a job takes. */
-static void attend_group(const struct step *s, int64_t seq, int64_t kv_head, struct attn_work *work)
+static struct attn_path path_of(const struct step *s, int64_t unit)
 {
-    const int64_t group = s->H / s->Hkv, n = s->ctx_lens[seq];
-    struct attn_job job = {.view = &s->view, .block_table = s->block_tables + seq * s->max_blocks, .kv_head = kv_head, .scale = s->scale,
-                           .work = work};
+    const int64_t seq = unit / s->Hkv, n = s->ctx_lens[seq];
+    return (struct attn_path){s->block_tables + seq * s->max_blocks, unit % s->Hkv, first_visible(n, s->window), n};
+}
+
+/* One KV head of one sequence: its group of query heads, as many at a time as a job takes. */
+static void attend_group(const struct step *s, int64_t unit, const struct attn_path *next, struct attn_work *work)
+{
+    const int64_t group = s->H / s->Hkv, first_row = unit * group;
+    const struct attn_path path = path_of(s, unit);
+    struct attn_job job = {.view = &s->view, .block_table = path.block_table, .kv_head = path.kv_head, .scale = s->scale, .work = work};
     const int max_rows = attn_max_rows(s->D);
     for (int64_t g = 0; g < group; g += job.n_rows) {
         job.n_rows = (int)(group - g < max_rows ? group - g : max_rows);
+        job.next = g + job.n_rows < group ? &path : next;
         for (int r = 0; r < job.n_rows; r++) {
-            const int64_t at = (seq * s->H + kv_head * group + g + r) * s->D;
-            job.row[r] = (struct attn_row){s->q + at, s->out + at, NULL, -INFINITY, first_visible(n, s->window), n};
+            const int64_t at = (first_row + g + r) * s->D;
+            job.row[r] = (struct attn_row){s->q + at, s->out + at, NULL, -INFINITY, path.lo, path.hi};
         }
         s->kernels->attn_rows(&job);
     }
 }
 
+/* Units are numbered once for each class of lengths, so that no long sequence is begun last. */
 static void attend_units(void *ctx, int64_t lo, int64_t hi, int worker)
 {
     const struct step *s = ctx;
     struct attn_work work;
     (void)worker;
-    for (int64_t unit = lo; unit < hi; unit++)
-        attend_group(s, unit / s->Hkv, unit % s->Hkv, &work);
+    for (int64_t i = lo; i < hi; i++) {
+        const int64_t unit = i % s->n_units;
+        if (s->n_classes > 1 && length_class(s, unit / s->Hkv) != i / s->n_units)
+            continue;
+        struct attn_path next;
+        if (unit + 1 < hi)
+            next = path_of(s, unit + 1);
+        attend_group(s, unit, unit + 1 < hi ? &next : NULL, &work);
+    }
+}
+
+static void measure_lengths(struct step *s)
+{
+    int64_t shortest = INT64_MAX;
+    for (int64_t seq = 0; seq < s->B; seq++) {
+        const int64_t n = visible(s, seq);
+        s->longest = n > s->longest ? n : s->longest;
+        shortest = n < shortest ? n : shortest;
+        s->total += n;
+    }
+    for (s->n_classes = 1; s->n_classes < MAX_CLASSES && shortest <= s->longest >> s->n_classes;)
+        s->n_classes++;
+}
+
+/* What stays on the caller is one range: every unit then knows the next one and fetches it early. */
+static tl_status run(struct step *s, tl_pool *tp)
+{
+    const int threads = tl_pool_threads(tp);
+    int64_t grain = s->n_units = s->B * s->Hkv;
+    s->n_classes = 1;
+    if (threads > 1) {
+        measure_lengths(s);
+        if (tl_worth_sharing((double)s->total * (double)s->D, (double)s->Hkv, (double)s->H))
+            grain = s->n_classes > 1 ? 1 : s->n_units / (RANGES_PER_THREAD * threads);
+        else
+            s->n_classes = 1;
+    }
+    return tl_pool_run(FN, tp, s->n_units * s->n_classes, grain > 1 ? grain : 1, attend_units, s);
 }
 
 tl_status tl_paged_attn_decode_f32(const float *q, const tl_kv_pool *kv, uint32_t layer, const uint32_t *block_tables, int32_t max_blocks,
                                    const int32_t *ctx_lens, float *out, int64_t B, int64_t H, int64_t Hkv, int64_t D, float scale,
                                    int64_t window, tl_pool *tp)
 {
-    struct step s = {NULL, {{0}, {0}, 0, 0, 0}, q, block_tables, max_blocks, ctx_lens, out, B, H, Hkv, D, window, scale};
+    struct step s = {.q = q, .block_tables = block_tables, .max_blocks = max_blocks, .ctx_lens = ctx_lens, .out = out, .B = B, .H = H,
+                     .Hkv = Hkv, .D = D, .window = window, .scale = scale};
     tl_kv_cfg cfg;
     TL_TRY(check_pointers(&s, kv));
     tl_kv_pool_cfg(kv, &cfg);
@@ -135,7 +202,7 @@ tl_status tl_paged_attn_decode_f32(const float *q, const tl_kv_pool *kv, uint32_
     TL_TRY(check_rest(&s, &cfg, tp));
     s.view = view_of_pool(kv, layer, &cfg);
     const tl_fpenv caller = tl_fpenv_enter();
-    const tl_status status = tl_pool_run(FN, tp, B * Hkv, 1, attend_units, &s);
+    const tl_status status = run(&s, tp);
     tl_fpenv_leave(caller);
     return status;
 }

@@ -48,13 +48,6 @@ V16_INLINE float row_max(const float *x, int64_t cols)
     return v16_fold_max(top);
 }
 
-/* The same of m, which is no NaN, and one tile. */
-V16_INLINE float tile_max(float m, v16 s)
-{
-    const float top = v16_fold_max(v16_max(s, v16_set1(m)));
-    return v16_all_le(s, v16_set1(top)) ? top : canon_nan();
-}
-
 /* exp(s - m), m finite and no lane above it. */
 V16_INLINE v16 weights(v16 s, float m)
 {
@@ -83,7 +76,7 @@ void TL_ISA_FN(softmax_online_row)(const float *x, float *y, int64_t cols)
     v16 sum = v16_zero();
     for (int64_t c = 0; c < cols;) { /* 1. maximum, and the sum relative to it: at a tile that may raise it */
         const float old = m;
-        m = tile_max(old, load_tile(x, c, cols));
+        m = canon_max(old, load_tile(x, c, cols));
         if (!(m < INFINITY))
             break;
         if (m > old)

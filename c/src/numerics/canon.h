@@ -88,14 +88,12 @@ V16_INLINE float canon_max2(float x, float y)
     return y > x ? y : x;
 }
 
-/* The largest of m and sixteen lanes, in rising lane order. */
+/* The largest of m and sixteen lanes; NaN where any is, for nothing is >= NaN. Which zero it gives where the largest are
+ * zeros of both signs is not said: neither exp(s - m) nor m + log(l) can tell. */
 V16_INLINE float canon_max(float m, v16 s)
 {
-    float lane[16];
-    v16_store(lane, s);
-    for (int i = 0; i < 16; i++)
-        m = canon_max2(m, lane[i]);
-    return m;
+    const float top = v16_fold_max(v16_max(s, v16_set1(m)));
+    return m == m && v16_all_le(s, v16_set1(top)) ? top : canon_nan();
 }
 
 #endif

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Iterable
 from ctypes import (
     CFUNCTYPE,
     POINTER,
@@ -26,6 +27,7 @@ from ctypes import (
     c_uint64,
     c_void_p,
 )
+from itertools import repeat
 from operator import index
 from pathlib import Path
 from typing import Any, Final
@@ -339,8 +341,22 @@ class Function:
         except ctypes.ArgumentError as error:
             raise TypeError(f"{self.name}: {error}") from None
         if self._status and result != TL_OK:
-            raise TlError(self.name, result, STATUS_NAMES.get(result, "TL_UNKNOWN"), self._lib.last_error())
+            raise self._failure(result)
         return result
+
+    def each(self, handle: int, *columns: Iterable[int]) -> None:
+        """Calls a function that returns ``STATUS`` with ``handle`` and one of each column, row by row.
+
+        For ids and counts that came from the library: that their C types can hold them is not looked at.
+
+        Raises: TlError for the first status other than 0; the rows after it are not called.
+        """
+        for status in map(self._call, repeat(handle), *columns):
+            if status != TL_OK:
+                raise self._failure(status)
+
+    def _failure(self, status: int) -> TlError:
+        return TlError(self.name, status, STATUS_NAMES.get(status, "TL_UNKNOWN"), self._lib.last_error())
 
     def _integer(self, i: int, value: Any) -> int:
         try:
@@ -473,16 +489,16 @@ def load(path: str | os.PathLike[str] | None = None) -> Lib:
 def _pointer(fn: str, a: Any, dtype: np.dtype[Any], ctype: Any) -> Any:
     if a is None:
         return None
-    if not isinstance(a, np.ndarray) or a.dtype != dtype:
+    if not isinstance(a, np.ndarray) or (a.dtype is not dtype and a.dtype != dtype):
         found = f"{a.dtype.str} array" if isinstance(a, np.ndarray) else type(a).__name__
         raise TypeError(f"{fn}: a {dtype.name} array in native byte order is needed, not {found}")
+    flags = a.flags
+    if flags.carray and a.size:  # contiguous, aligned and writable
+        return ctypes.pointer(ctype.from_buffer(a))  # several times faster than asking for the address
     if a.size > 1 and a.shape[-1] > 1 and a.strides[-1] != dtype.itemsize:
         raise ValueError(f"{fn}: the last axis has a stride of {a.strides[-1]} bytes, not {dtype.itemsize}")
-    flags = a.flags
     if not flags.aligned:
         raise ValueError(f"{fn}: the array at {a.ctypes.data:#x} is not aligned to {dtype.itemsize} bytes")
-    if flags.c_contiguous and flags.writeable and a.size:
-        return ctypes.pointer(ctype.from_buffer(a))  # several times faster than asking for the address
     pointer: Any = ctypes.pointer(ctype.from_address(a.ctypes.data))
     pointer._array = a  # the memory lives as long as the pointer
     return pointer

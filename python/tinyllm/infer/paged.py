@@ -189,10 +189,10 @@ class PagedKVCache:
             ]
             fresh = self._take(pool, seq_id, len(copied), max(0, last - len(old)))
             try:
-                table = np.append(old, fresh[len(copied) :]) if len(fresh) else old
-                table[copied] = fresh[: len(copied)]
-                for i in copied:
-                    self._copy_block(pool, int(old[i]), int(table[i]))
+                table = np.concatenate((old, fresh[len(copied) :])) if len(fresh) else old
+                for i, block in zip(copied, fresh, strict=False):
+                    table[i] = block
+                    self._copy_block(pool, int(old[i]), int(block))
                 self._write(pool, layer, table, begin, k, v)
             except BaseException:
                 self._unref(pool, fresh.tolist())
@@ -215,11 +215,12 @@ class PagedKVCache:
             self._version += 1
         sequence.lengths[layer] = end
         complete = min(sequence.lengths)
-        changed = set(copied)
         if complete > complete_before:
             # This layer was the one that held the fills back: their blocks are among those just written.
-            changed.update(range(complete_before // self.block_size, -(-complete // self.block_size)))
-        for i in changed:
+            first, last = complete_before // self.block_size, (complete - 1) // self.block_size
+            fills = [self.block_size] * (last - first) + [self._fill(complete, last)]
+            self.lib.tl_kv_set_fill.each(pool, table[first : last + 1].tolist(), fills)
+        for i in copied:
             self.lib.tl_kv_set_fill(pool, int(table[i]), self._fill(complete, i))
         self._unref(pool, [int(old[i]) for i in copied])
 
@@ -385,8 +386,7 @@ class PagedKVCache:
         )
 
     def _unref(self, pool: int, blocks: list[int]) -> None:
-        for block in reversed(blocks):
-            self.lib.tl_kv_unref(pool, block)
+        self.lib.tl_kv_unref.each(pool, reversed(blocks))
 
     def _view(self, pool: int, block: int, layer: int, is_v: int) -> NDArray[np.float16]:
         return block_view(self.lib.tl_kv_block_ptr(pool, block, layer, is_v), self._slab)

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: MIT
+"""bench_python.py: what the Python layer adds to a call of the C library.
+
+    python bench/bench_python.py [--quick] [--json FILE]
+
+Each row is one loop in which the Python call and the bare C call (ctypes, every argument converted
+beforehand) take turns on the same data, after both have given the same bytes. "added" is the median of the
+differences, turn by turn, with p10 and p90. The steps are tiny, so that what is added is not lost in the
+spread of the work itself; appends go to blocks that were written before, in a sequence that begins anew each
+turn (untimed), or goes on by one position.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter_ns
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
+
+import numpy as np  # noqa: I001
+
+from tinyllm import PagedKVCache, paged_attention_decode
+from tinyllm.ffi.libtinyllm import Lib, f32_ptr, i32_ptr, load, signatures, u32_ptr
+
+Call = Callable[[], object]
+BLOCK, LAYER = 16, 0
+
+
+def bare(lib: Lib, name: str) -> Any:
+    """The C function with its argument types and nothing around it."""
+    function = ctypes.CDLL(str(lib.path))[name]
+    function.argtypes, function.restype = signatures()[name][1], ctypes.c_int32
+    return function
+
+
+def nothing() -> None:
+    """What happens untimed between two turns, where nothing has to."""
+
+
+def take_turns(python: Call, c: Call, turns: int, between: Call = nothing) -> np.ndarray[Any, Any]:
+    """Microseconds [2, turns] of ``python`` and of ``c``."""
+    times = np.empty((2, turns))
+    gc.disable()
+    for i in range(-turns // 10, turns):
+        between()
+        start = perf_counter_ns()
+        python()
+        middle = perf_counter_ns()
+        c()
+        times[:, i] = middle - start, perf_counter_ns() - middle
+    gc.enable()
+    return times / 1e3
+
+
+def decode(lib: Lib, B: int, H: int, Hkv: int, D: int, ctx: int, turns: int) -> np.ndarray[Any, Any]:
+    """One decode step of B sequences of ``ctx`` positions."""
+    rng = np.random.default_rng(B)
+    seqs = [f"seq {i}" for i in range(B)]
+    q = rng.standard_normal((B, H, D), np.float32)
+    out, expected = np.empty_like(q), np.empty_like(q)
+    lengths = np.full(B, ctx, np.int32)
+    with PagedKVCache(lib, B * -(-ctx // BLOCK), BLOCK, 1, Hkv, D) as cache:
+        for seq in seqs:
+            cache.add_seq(seq)
+            cache.append(seq, LAYER, *rng.standard_normal((2, Hkv, ctx, D), np.float32))
+        table = np.stack([cache.block_table(seq) for seq in seqs]).astype(np.uint32)
+        call = bare(lib, "tl_paged_attn_decode_f32")
+        args = (
+            f32_ptr(q), cache.pool, LAYER, u32_ptr(table), table.shape[1], i32_ptr(lengths),
+            f32_ptr(expected), B, H, Hkv, D, D**-0.5, 0, None,
+        )  # fmt: skip
+        assert call(*args) == 0
+        paged_attention_decode(q, cache, seqs, LAYER, out=out)
+        assert out.tobytes() == expected.tobytes()
+        return take_turns(
+            lambda: paged_attention_decode(q, cache, seqs, LAYER, out=out), lambda: call(*args), turns
+        )
+
+
+def append(lib: Lib, T: int, n_layers: int, turns: int, anew: bool) -> np.ndarray[Any, Any]:
+    """T positions of one layer, H 8, D 128: of a sequence that begins ``anew`` each turn, or goes on.
+
+    Of several layers it is the first, so that the fills of the blocks stay what they are.
+    """
+    Hkv, D = 8, 128
+    rng = np.random.default_rng(T)
+    k, v = rng.standard_normal((2, Hkv, T, D), np.float32)
+    need = -(-T // BLOCK)
+    room = need if anew else -(-(T * (turns + turns // 10 + 2)) // BLOCK)
+    with PagedKVCache(lib, room + need, BLOCK, n_layers, Hkv, D) as cache:
+        table = np.empty(need, np.uint32)
+        lib.tl_kv_alloc(cache.pool, need, u32_ptr(table))
+        call = bare(lib, "tl_kv_append_f32")
+        args = (cache.pool, LAYER, u32_ptr(table), need, 0, T, f32_ptr(k), f32_ptr(v), T * D, D)
+        assert call(*args) == 0
+        cache.add_seq("a")
+
+        def between() -> None:
+            if anew:
+                cache.free("a")
+                cache.add_seq("a")
+
+        def python() -> None:
+            cache.append("a", LAYER, k, v)
+
+        python()
+        stored = cache.gather("a", LAYER)
+        assert (stored[0] == k.astype(np.float16)).all() and (stored[1] == v.astype(np.float16)).all()
+        return take_turns(python, lambda: call(*args), turns, between)
+
+
+def rows(lib: Lib, quick: bool) -> list[tuple[str, float, Callable[[], np.ndarray[Any, Any]]]]:
+    """What is measured: its name, the most microseconds it may add, and how."""
+    n = 300 if quick else 3000
+    return [
+        ("decode B 1, H 8/2, D 64, ctx 16", 15, lambda: decode(lib, 1, 8, 2, 64, 16, n)),
+        ("decode B 8, H 8/2, D 64, ctx 16", 15, lambda: decode(lib, 8, 8, 2, 64, 16, n)),
+        ("decode B 32, H 8/2, D 64, ctx 16", 15, lambda: decode(lib, 32, 8, 2, 64, 16, n)),
+        ("decode B 1, H 32/8, D 128, ctx 1024", 15, lambda: decode(lib, 1, 32, 8, 128, 1024, n)),
+        ("append 1 position, of 1 layer", 20, lambda: append(lib, 1, 1, n, False)),
+        ("append 1 position, of 32 layers", 20, lambda: append(lib, 1, 32, n, False)),
+        ("append 512 positions, of 1 layer", 20, lambda: append(lib, 512, 1, n // 3, True)),
+        ("append 512 positions, first of 4 layers", 20, lambda: append(lib, 512, 4, n // 3, True)),
+    ]
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", type=argparse.FileType("w"))
+    options = parser.parse_args()
+    print(f"Python {sys.version.split()[0]}, numpy {np.__version__}; microseconds, medians")
+    print(f"{'':40} {'Python':>8} {'C':>8} {'added':>8} {'p10':>8} {'p90':>8} {'target':>8}")
+    for name, target, measure in rows(load(), options.quick):
+        times = measure()
+        python, c = np.median(times, axis=1)
+        p10, added, p90 = np.quantile(times[0] - times[1], (0.1, 0.5, 0.9))
+        missed = " !" if added > target else ""
+        print(f"{name:40} {python:8.1f} {c:8.1f} {added:8.1f} {p10:8.1f} {p90:8.1f} {target:8g}{missed}")
+        if options.json:
+            row = {
+                "what": name,
+                "python_us": python,
+                "c_us": c,
+                "added_us": added,
+                "p10_us": p10,
+                "p90_us": p90,
+            }
+            print(json.dumps(row), file=options.json)
+
+
+if __name__ == "__main__":
+    main()
