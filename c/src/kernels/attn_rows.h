@@ -32,10 +32,10 @@ enum {
     ATTN_ACC = 4096,       /* floats of unnormalised values a job holds */
     ATTN_SCORES = 4096,    /* floats of exponentiated scores a job holds: a run of ATTN_ROWS rows, or a split of one */
     ATTN_RUN_TILES = 4,    /* tiles scored before their values are added, where the rows' values fit in ATTN_ACC */
-    ATTN_AHEAD = 4,        /* tiles between a prefetch and its use */
-    ATTN_SPLIT_TILES = TL_ATTN_SPLIT / TL_ATTN_TILE,
-    ATTN_KEY_RING = 8,     /* tiles whose keys are found and not yet scored: a power of two above ATTN_AHEAD */
-    ATTN_VALUE_RING = 128  /* the same for values, which wait for the end of a run or of a split */
+    ATTN_AHEAD = 4,        /* tiles between finding or fetching one and its use */
+    ATTN_AGAIN = 2,        /* the same for fetching it once more, for a crowd of prefetches is partly dropped */
+    ATTN_RING = 8,         /* tiles found and still needed: a power of two, ATTN_AHEAD + ATTN_RUN_TILES or more */
+    ATTN_SPLIT_TILES = TL_ATTN_SPLIT / TL_ATTN_TILE
 };
 
 /* One query row: it sees positions lo .. hi-1 (none where lo >= hi). */
@@ -51,6 +51,12 @@ struct attn_row {
 struct attn_path {
     const uint32_t *block_table;
     int64_t kv_head, lo, hi;
+};
+
+/* Where the sixteen rows of a tile lie. */
+struct tile_rows {
+    const void *key[16], *value[16];
+    bool found; /* false past the end of the walk */
 };
 
 /* What the values of a block of rows must know of a tile that was scored. */
@@ -70,7 +76,7 @@ struct attn_work {
     _Alignas(64) float q_copy[ATTN_ACC];    /* [row block][d / 16][row of the block][16] */
     _Alignas(64) float score[ATTN_SCORES];  /* [row block][tile of a run][row][16]: exp(s - m) */
     _Alignas(64) float sum[ATTN_ROWS][16];  /* the sixteen lanes l */
-    struct tile_note note[ATTN_SCORES / 16]; /* [row block][tile of a run] */
+    struct tile_note note[ATTN_SCORES / 16]; /* the same without [row][16] */
     bool steady[ATTN_ROWS];                 /* of a row block: every m is a number and not -inf */
     float split_max[ATTN_ROWS];             /* m of the current split */
     float max[ATTN_ROWS], denominator[ATTN_ROWS]; /* m and L of the splits merged so far */
@@ -79,17 +85,16 @@ struct attn_work {
     const float *q;                         /* q_copy, or the only row of a wide head where it lies */
     int64_t q_stride;                       /* floats of a row in it */
 
-    /* The walk: tiles are found, that is where their rows lie, ATTN_AHEAD before they are scored; number n of the walk has
-     * its keys in key[n % ATTN_KEY_RING] and its values in value[n & value_mask]. */
+    /* The walk: tiles are found ATTN_AHEAD before they are scored. Number n of the walk is ring[n % ATTN_RING] and again
+     * ATTN_RING further on, so that those after it follow in memory. */
     struct attn_path path;                  /* what is walked: what any row of the job sees */
+    int64_t all_lo, all_hi;                 /* the positions that every row sees */
     struct {
         struct attn_path path;              /* `path`, and towards its end the job's `next` */
-        int64_t n, tile, block, slot;       /* the tile to be found next, and the first of its positions in the table */
+        int64_t n, tile, block, slot;       /* the tile to be found next, and where its first position is in the table */
         bool is_next;
     } ahead;
-    int64_t value_mask;
-    int64_t all_lo, all_hi;                 /* the positions that every row sees */
-    const void *key[ATTN_KEY_RING][16], *value[ATTN_VALUE_RING][16];
+    struct tile_rows ring[2 * ATTN_RING];
 };
 
 struct attn_job {

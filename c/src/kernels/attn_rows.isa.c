@@ -17,19 +17,19 @@
 
 /* Scores and values of a block are functions of their own for each number of rows and dtype, so that both are constants
  * inside and a compiler has all registers for one block. */
-typedef void score_fn(const job_t *job, int r0, struct run run, int64_t t, struct later later);
-typedef void values_fn(const job_t *job, int r0, struct run run, struct columns columns);
+typedef void score_fn(const job_t *job, int r0, struct run run, int64_t t, const struct tile_rows *rows);
+typedef void values_fn(const job_t *job, int r0, struct run run, const struct tile_rows *rows, struct columns columns);
 
-#define DEFINE_BLOCK(n_rows, dtype)                                                                                              \
-    static __attribute__((noinline)) void score_##n_rows##_##dtype(const job_t *job, int r0, struct run run, int64_t t,          \
-                                                                   struct later later)                                     \
-    {                                                                                                                            \
-        score_block(job, r0, n_rows, run, t, later, dtype);                                                                      \
-    }                                                                                                                            \
-    static __attribute__((noinline)) void values_##n_rows##_##dtype(const job_t *job, int r0, struct run run,                    \
-                                                                    struct columns columns)                                      \
-    {                                                                                                                            \
-        add_columns(job, r0, n_rows, run, columns, dtype);                                                                       \
+#define DEFINE_BLOCK(n_rows, dtype)                                                                                            \
+    static __attribute__((noinline)) void score_##n_rows##_##dtype(const job_t *job, int r0, struct run run, int64_t t,        \
+                                                                   const struct tile_rows *rows)                               \
+    {                                                                                                                          \
+        score_block(job, r0, n_rows, run, t, rows, dtype);                                                                     \
+    }                                                                                                                          \
+    static __attribute__((noinline)) void values_##n_rows##_##dtype(const job_t *job, int r0, struct run run,                  \
+                                                                    const struct tile_rows *rows, struct columns columns)      \
+    {                                                                                                                          \
+        add_columns(job, r0, n_rows, run, rows, columns, dtype);                                                               \
     }
 #define ENTER_BLOCK(n_rows, dtype) [dtype][n_rows] = {score_##n_rows##_##dtype, values_##n_rows##_##dtype},
 
@@ -51,21 +51,20 @@ V16_INLINE int rows_of_block(const job_t *job, int r0)
     return (int)min64(V16_ROWS, job->n_rows - r0);
 }
 
-/* The first block of rows fetches for all. */
 static void score_run(const job_t *job, struct run run)
 {
     for (int64_t t = run.first; t < run.end; t++) {
+        const struct tile_rows *rows = rows_here(job->work);
         find_tile(job);
-        struct later later = later_of(job->work, run.n + t - run.first);
-        for (int r0 = 0; r0 < job->n_rows; r0 += V16_ROWS, later.key = NULL)
-            block_fns[job->view->dtype][rows_of_block(job, r0)].score(job, r0, run, t, later);
+        for (int r0 = 0; r0 < job->n_rows; r0 += V16_ROWS)
+            block_fns[job->view->dtype][rows_of_block(job, r0)].score(job, r0, run, t, rows);
     }
 }
 
-static void add_run(const job_t *job, struct run run, struct columns columns)
+static void add_run(const job_t *job, struct run run, const struct tile_rows *rows, struct columns columns)
 {
     for (int r0 = 0; r0 < job->n_rows; r0 += V16_ROWS)
-        block_fns[job->view->dtype][rows_of_block(job, r0)].values(job, r0, run, columns);
+        block_fns[job->view->dtype][rows_of_block(job, r0)].values(job, r0, run, rows, columns);
 }
 
 /* ---- splits ---- */
@@ -133,25 +132,31 @@ static void narrow_split(const job_t *job, struct run split, bool lone)
     const struct columns all = {0, dim, (dim + 15) / 16 * 16};
     memset(job->work->acc, 0, (size_t)(job->n_rows * all.stride) * sizeof(float));
     for (int64_t t = split.first; t < split.end; t += ATTN_RUN_TILES) {
-        const struct run run = {t, min64(t + ATTN_RUN_TILES, split.end), split.n + t - split.first};
+        const struct run run = {t, min64(t + ATTN_RUN_TILES, split.end), 0};
+        const struct tile_rows *rows = rows_here(job->work);
         score_run(job, run);
-        add_run(job, run, all);
+        add_run(job, run, rows, all);
     }
     join_split(job);
     if (!lone)
         join_columns(job, all);
 }
 
-/* Scores of the whole split first, then the columns in pieces that fit. */
+/* Scores of the whole split first, then the columns in pieces that fit, with a walk for each. */
 static void wide_split(const job_t *job, struct run split)
 {
-    const int64_t dim = job->view->head_dim;
+    const int64_t dim = job->view->head_dim, from = max64(split.first * 16, job->work->path.lo);
     score_run(job, split);
     join_split(job);
     for (int64_t first = 0; first < dim; first += ATTN_ACC) {
         const struct columns piece = {first, min64(ATTN_ACC, dim - first), ATTN_ACC};
         memset(job->work->acc, 0, sizeof job->work->acc);
-        add_run(job, split, piece);
+        walk_from(job, from);
+        for (int64_t t = split.first; t < split.end; t++) {
+            const struct run one = {t, t + 1, t - split.first};
+            add_run(job, one, rows_here(job->work), piece);
+            find_tile(job);
+        }
         join_columns(job, piece);
     }
 }
@@ -236,14 +241,16 @@ void TL_ISA_FN(attn_rows)(const struct attn_job *job)
 {
     const bool narrow = job->n_rows * ((job->view->head_dim + 15) / 16 * 16) <= ATTN_ACC;
     line_up_queries(job, narrow);
-    begin_walk(job, narrow);
+    find_path(job);
     for (int r = 0; r < job->n_rows; r++)
         job->work->max[r] = -INFINITY;
     const int64_t first = job->work->path.lo / 16, end = (job->work->path.hi + 15) / 16;
+    if (first < end)
+        walk_from(job, job->work->path.lo);
     const bool lone = narrow && first / ATTN_SPLIT_TILES == (end - 1) / ATTN_SPLIT_TILES;
     for (int64_t t = first; t < end;) {
         const int64_t split_end = (t / ATTN_SPLIT_TILES + 1) * ATTN_SPLIT_TILES;
-        const struct run split = {t, min64(split_end, end), t - first};
+        const struct run split = {t, min64(split_end, end), 0};
         open_split(job);
         if (narrow)
             narrow_split(job, split, lone);

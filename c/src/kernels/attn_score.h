@@ -8,15 +8,15 @@
 #include "kernels/attn_walk.h"
 #include "numerics/canon.h"
 
-/* Tiles [first, end), scored before their values are added; `n` is the number of the first in the walk. */
+/* Tiles [first, end), scored before their values are added. Scores and notes of the first block's first tile stand at
+ * `place`, those of the next blocks ATTN_RUN_TILES further on each. */
 struct run {
-    int64_t first, end, n;
+    int64_t first, end, place;
 };
 
-/* Where tile t of a run stands in what is kept by (row block, tile). */
 V16_INLINE int64_t place_of(struct run run, int r0, int64_t t)
 {
-    return r0 / V16_ROWS * (run.end - run.first) + (t - run.first);
+    return run.place + r0 / V16_ROWS * ATTN_RUN_TILES + (t - run.first);
 }
 
 /* The slots lo .. hi-1 of a tile, none where hi <= lo. */
@@ -32,19 +32,32 @@ V16_INLINE struct slots slots_of(int64_t t, int64_t lo, int64_t hi)
 
 /* ---- dots ---- */
 
+/* What is fetched in a step, if anything: element d of every fourth row of K or of V, from `row` on. */
+struct wish {
+    const void *const *row;
+    int64_t d;
+};
+
+V16_INLINE void grant(struct wish wish, int k, tl_dtype dtype)
+{
+    const int tile = sizeof(struct tile_rows) / sizeof *wish.row;
+    if (wish.row) {
+        fetch(wish.row[ATTN_AHEAD * tile + 4 * k], wish.d, dtype);
+        fetch(wish.row[ATTN_AGAIN * tile + 4 * k], wish.d, dtype);
+    }
+}
+
 /* Lanes lane .. lane+V16_REG_LANES-1 of the elements d .. d+15 of n_keys keys with n_rows rows. Sixteen elements of a row
- * of q are followed by those of the next row of the block. Between the keys, and only there, lines of `later` are fetched:
- * prefetches that come in a crowd are dropped. */
+ * of q are followed by those of the next row of the block. Lines are fetched between the keys, not in a crowd. */
 V16_INLINE void dot_step(int n_rows, int n_keys, const float *q, const void *const *key, int64_t d, int lane, tl_dtype dtype,
-                         const void *const *later, int64_t later_d, vreg sum[4][4])
+                         struct wish wish, vreg sum[4][4])
 {
     vreg y[4];
     EACH_OF_4(r, n_rows, y[r] = vreg_keep(vreg_load(q + d * n_rows + 16 * r + lane)));
     EACH_OF_4(k, n_keys, {
         const vreg x = load_kv_reg(key[4 * k], d + lane, dtype);
         EACH_OF_4(r, n_rows, sum[r][k] = vreg_fma(y[r], x, sum[r][k]));
-        if (later)
-            fetch(later[4 * k], later_d, dtype);
+        grant(wish, k, dtype);
     });
 }
 
@@ -52,19 +65,21 @@ V16_INLINE void dot_step(int n_rows, int n_keys, const float *q, const void *con
  * steps of f16 a line of K goes by: the first fetches one of K, the second one of V. One row alone is quick with its dots
  * and fetches V while it adds values, so that memory is never without work. */
 V16_INLINE void dot_reg(int n_rows, int n_keys, const float *q, const void *const *key, int i, int64_t whole, tl_dtype dtype,
-                        struct later later, vreg sum[4][4])
+                        bool fetches, vreg sum[4][4])
 {
     const int lane = i * V16_REG_LANES;
-    const void *const *later_k = i == 0 ? later.key : NULL;
-    const void *const *later_v = dtype == TL_F32 ? later_k : n_rows > 1 && later_k ? later.value : NULL;
+    const void *const *wish_k = fetches && i == 0 ? key : NULL, *const *wish_v = wish_k && n_rows > 1 ? key + 16 : NULL;
     int64_t d = 0;
     EACH_OF_4(r, n_rows, EACH_OF_4(k, n_keys, sum[r][k] = vreg_zero()));
     for (; d + 32 <= whole; d += 32) {
-        dot_step(n_rows, n_keys, q, key, d, lane, dtype, later_k, d, sum);
-        dot_step(n_rows, n_keys, q, key, d + 16, lane, dtype, later_v, dtype == TL_F32 ? d + 16 : d, sum);
+        dot_step(n_rows, n_keys, q, key, d, lane, dtype, (struct wish){wish_k, d}, sum);
+        dot_step(n_rows, n_keys, q, key, d + 16, lane, dtype, (struct wish){wish_v, d}, sum);
     }
-    if (d < whole)
-        dot_step(n_rows, n_keys, q, key, d, lane, dtype, later_k, d, sum);
+    if (d < whole) {
+        for (int j = 0; j < n_keys; j++)
+            grant((struct wish){wish_v, d}, j, dtype);
+        dot_step(n_rows, n_keys, q, key, d, lane, dtype, (struct wish){wish_k, d}, sum);
+    }
 }
 
 /* The last elements of a head that is no multiple of sixteen wide: lanes past its end are left alone. */
@@ -78,7 +93,7 @@ V16_INLINE void dot_rest(int n_rows, const float *q, const void *const *key, int
 }
 
 /* lane[r][k] = the sixteen lanes of the dot of row r with key[4k], not folded yet. */
-V16_INLINE void dot_lanes(int n_rows, const float *q, const void *const *key, int64_t dim, tl_dtype dtype, struct later later,
+V16_INLINE void dot_lanes(int n_rows, const float *q, const void *const *key, int64_t dim, tl_dtype dtype, bool fetches,
                           v16 lane[4][4])
 {
     const int n_keys = V16_KEYS(n_rows);
@@ -87,7 +102,7 @@ V16_INLINE void dot_lanes(int n_rows, const float *q, const void *const *key, in
     EACH_OF_4(part, 4 / n_keys, EACH_OF_4(i, V16_REGS, {
         const int k0 = part * n_keys;
         vreg sum[4][4];
-        dot_reg(n_rows, n_keys, q, key + 4 * k0, i, whole, dtype, skip_keys(later, 4 * k0), sum);
+        dot_reg(n_rows, n_keys, q, key + 4 * k0, i, whole, dtype, fetches, sum);
         EACH_OF_4(r, n_rows, EACH_OF_4(k, n_keys, reg[r][k0 + k][i] = sum[r][k]));
     }));
     EACH_OF_4(r, n_rows, EACH_OF_4(k, 4, lane[r][k] = v16_of(reg[r][k])));
@@ -102,7 +117,7 @@ V16_INLINE bool is_seen(int g, struct slots seen)
 }
 
 /* dot[r] = the sixteen dots of row r with the keys of a tile; those of slots not seen may be anything. */
-V16_INLINE void tile_dots(int n_rows, const float *q, const void *const *key, int64_t dim, tl_dtype dtype, struct later later,
+V16_INLINE void tile_dots(int n_rows, const float *q, const void *const *key, int64_t dim, tl_dtype dtype, bool fetches,
                           struct slots seen, v16 *dot)
 {
     v16 quad[4][4];
@@ -113,7 +128,7 @@ V16_INLINE void tile_dots(int n_rows, const float *q, const void *const *key, in
                 quad[r][g] = v16_zero();
             continue;
         }
-        dot_lanes(n_rows, q, key + g, dim, dtype, skip_keys(later, g), lane);
+        dot_lanes(n_rows, q, key + g, dim, dtype, fetches, lane);
         EACH_OF_4(r, n_rows, quad[r][g] = v16_quads(lane[r][0], lane[r][1], lane[r][2], lane[r][3]));
     }
     EACH_OF_4(r, n_rows, dot[r] = v16_fold_quads(quad[r][0], quad[r][1], quad[r][2], quad[r][3]));
@@ -218,14 +233,14 @@ V16_INLINE void absorb(const job_t *job, int r0, int n_rows, v16 s[4], struct sl
     });
 }
 
-/* A block of rows and a tile: its dots with the keys, and what follows from them. */
-V16_INLINE void score_block(const job_t *job, int r0, int n_rows, struct run run, int64_t t, struct later later, tl_dtype dtype)
+/* A block of rows and a tile: its dots with the keys, and what follows from them. The first block fetches for all. */
+V16_INLINE void score_block(const job_t *job, int r0, int n_rows, struct run run, int64_t t, const struct tile_rows *rows, tl_dtype dtype)
 {
     work_t *work = job->work;
     v16 s[4];
-    const void *const *key = work->key[(run.n + t - run.first) % ATTN_KEY_RING];
     const struct slots seen = slots_of(t, work->path.lo, work->path.hi);
-    tile_dots(n_rows, work->q + r0 * work->q_stride, key, job->view->head_dim, dtype, later, seen, s);
+    const bool fetches = r0 == 0 && rows[ATTN_AHEAD].found;
+    tile_dots(n_rows, work->q + r0 * work->q_stride, rows->key, job->view->head_dim, dtype, fetches, seen, s);
     EACH_OF_4(r, n_rows, s[r] = v16_mul(v16_set1(job->scale), s[r]));
     absorb(job, r0, n_rows, s, seen, run, t);
 }

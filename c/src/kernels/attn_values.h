@@ -16,10 +16,20 @@ V16_INLINE void load_values(const void *row, int64_t d, int n_vec, int64_t n, tl
     EACH_OF_8(i, n_vec, v[i] = n_vec > 1 || n == 16 ? load_kv(row, d + 16 * i, dtype) : load_kv_n(row, d, n, dtype));
 }
 
+/* All of row j of V, some tiles later. */
+V16_INLINE void fetch_row(const struct tile_rows *rows, int j, int64_t dim, tl_dtype dtype)
+{
+    for (int64_t d = 0; d < dim; d += 64 / element_bytes(dtype)) {
+        fetch(rows[ATTN_AHEAD].value[j], d, dtype);
+        fetch(rows[ATTN_AGAIN].value[j], d, dtype);
+    }
+}
+
 /* n_vec vectors of columns from c on (the last `n` < 16 wide where n_vec is 1) of rows r0 .. r0+n_rows-1 take in the
- * values of a run: rescaled where a maximum rose, then plus p * v for the slots that count in rising order. */
-V16_INLINE void add_values(const job_t *job, int r0, int n_rows, struct run run, struct columns columns, int64_t c,
-                           int n_vec, int64_t n, tl_dtype dtype)
+ * values of a run: rescaled where a maximum rose, then plus p * v for the slots that count in rising order. One row alone
+ * fetches V here, each pass over the columns its share of the rows. */
+V16_INLINE void add_values(const job_t *job, int r0, int n_rows, struct run run, const struct tile_rows *rows, struct columns columns,
+                           int64_t c, int n_vec, int64_t n, tl_dtype dtype)
 {
     work_t *work = job->work;
     const int64_t d = columns.first + c;
@@ -28,28 +38,25 @@ V16_INLINE void add_values(const job_t *job, int r0, int n_rows, struct run run,
     v16 acc[4][8], v[8];
 #define EACH(...) EACH_OF_4(r, n_rows, EACH_OF_8(i, n_vec, __VA_ARGS__))
     EACH(acc[r][i] = v16_load(at + r * columns.stride + 16 * i));
-    for (int64_t t = run.first; t < run.end; t++) {
+    for (int64_t t = run.first; t < run.end; t++, rows++) {
         const int64_t place = place_of(run, r0, t);
         const struct tile_note *note = work->note + place;
         const float *p = work->score + place * V16_ROWS * 16;
-        const int64_t number = run.n + t - run.first;
-        const void *const *value = work->value[number & work->value_mask];
-        const void *const *later = work->value[(number + ATTN_AHEAD) & work->value_mask];
-        int fetched = n_rows == 1 && r0 == 0 && later[0] ? (int)pass : 16;
+        int fetched = n_rows == 1 && r0 == 0 && rows[ATTN_AHEAD].found ? (int)pass : 16;
         if (__builtin_expect(note->rescaled, 0))
             EACH(acc[r][i] = v16_mul(acc[r][i], v16_set1(note->alpha[r])));
         if (__builtin_expect(note->alike, 1)) {
             for (int j = note->lo[0]; j < note->hi[0]; j++) {
                 if (j == fetched) {
-                    fetch_row(later[j], job->view->head_dim, dtype);
+                    fetch_row(rows, j, job->view->head_dim, dtype);
                     fetched += (int)passes;
                 }
-                load_values(value[j], d, n_vec, n, dtype, v);
+                load_values(rows->value[j], d, n_vec, n, dtype, v);
                 EACH(acc[r][i] = v16_fma(v16_set1(p[16 * r + j]), v[i], acc[r][i]));
             }
         } else { /* the edge of a causal mask or of a window */
             for (int j = 0; j < 16; j++) {
-                load_values(value[j], d, n_vec, n, dtype, v);
+                load_values(rows->value[j], d, n_vec, n, dtype, v);
                 EACH_OF_4(r, n_rows, {
                     if (j >= note->lo[r] && j < note->hi[r])
                         EACH_OF_8(i, n_vec, acc[r][i] = v16_fma(v16_set1(p[16 * r + j]), v[i], acc[r][i]));
@@ -62,14 +69,15 @@ V16_INLINE void add_values(const job_t *job, int r0, int n_rows, struct run run,
 }
 
 /* All columns of a block of rows. */
-V16_INLINE void add_columns(const job_t *job, int r0, int n_rows, struct run run, struct columns columns, tl_dtype dtype)
+V16_INLINE void add_columns(const job_t *job, int r0, int n_rows, struct run run, const struct tile_rows *rows, struct columns columns,
+                            tl_dtype dtype)
 {
     const int n_vec = V16_COLS(n_rows);
     int64_t c = 0;
     for (; c + 16 * n_vec <= columns.width; c += 16 * n_vec)
-        add_values(job, r0, n_rows, run, columns, c, n_vec, 16, dtype);
+        add_values(job, r0, n_rows, run, rows, columns, c, n_vec, 16, dtype);
     for (; c < columns.width; c += 16)
-        add_values(job, r0, n_rows, run, columns, c, 1, min64(16, columns.width - c), dtype);
+        add_values(job, r0, n_rows, run, rows, columns, c, 1, min64(16, columns.width - c), dtype);
 }
 
 #endif

@@ -56,13 +56,14 @@ V16_INLINE vreg load_kv_reg(const void *row, int64_t d, tl_dtype dtype)
 
 /* ---- finding tiles ---- */
 
-static void look_along(const job_t *job, const struct attn_path *path)
+/* Turns the search to a path, from position `from` on. */
+static void look_along(const job_t *job, const struct attn_path *path, int64_t from)
 {
     work_t *work = job->work;
     work->ahead.path = *path;
-    work->ahead.tile = path->lo / 16;
-    work->ahead.block = path->lo / job->view->block_tokens;
-    work->ahead.slot = path->lo % job->view->block_tokens;
+    work->ahead.tile = from / 16;
+    work->ahead.block = from / job->view->block_tokens;
+    work->ahead.slot = from % job->view->block_tokens;
 }
 
 /* Row `slot` of a block. */
@@ -72,7 +73,7 @@ V16_INLINE const char *row_in_block(const struct kv_side *side, int64_t bytes, u
 }
 
 /* Slots lo .. hi-1 of the tile ahead, block by block. */
-V16_INLINE void find_slots(const job_t *job, int64_t lo, int64_t hi, const void **key, const void **value)
+V16_INLINE void find_slots(const job_t *job, int64_t lo, int64_t hi, struct tile_rows *rows)
 {
     const struct kv_view *view = job->view;
     work_t *work = job->work;
@@ -84,10 +85,10 @@ V16_INLINE void find_slots(const job_t *job, int64_t lo, int64_t hi, const void 
         const char *v = row_in_block(&view->v, bytes, block, kv_head, work->ahead.slot);
         if (n == 16)
             for (int i = 0; i < 16; i++)
-                key[i] = k + i * k_step, value[i] = v + i * v_step;
+                rows->key[i] = k + i * k_step, rows->value[i] = v + i * v_step;
         else
             for (int64_t i = 0; i < n; i++)
-                key[lo + i] = k + i * k_step, value[lo + i] = v + i * v_step;
+                rows->key[lo + i] = k + i * k_step, rows->value[lo + i] = v + i * v_step;
         lo += n;
         work->ahead.slot += n;
         if (work->ahead.slot == view->block_tokens)
@@ -100,26 +101,42 @@ V16_INLINE void find_slots(const job_t *job, int64_t lo, int64_t hi, const void 
 static void find_tile(const job_t *job)
 {
     work_t *work = job->work;
-    const int64_t n = work->ahead.n++;
-    const void **key = work->key[n % ATTN_KEY_RING], **value = work->value[n & work->value_mask];
+    struct tile_rows *rows = &work->ring[work->ahead.n++ % ATTN_RING];
     if (work->ahead.tile * 16 >= work->ahead.path.hi && job->next && !work->ahead.is_next) {
-        look_along(job, job->next);
+        look_along(job, job->next, job->next->lo);
         work->ahead.is_next = true;
     }
     const int64_t origin = work->ahead.tile++ * 16;
     const int64_t lo = max64(work->ahead.path.lo - origin, 0), hi = min64(work->ahead.path.hi - origin, 16);
-    if (lo >= hi) {
-        key[0] = value[0] = NULL;
+    rows[0].found = rows[ATTN_RING].found = lo < hi;
+    if (lo >= hi)
         return;
-    }
-    find_slots(job, lo, hi, key, value);
+    find_slots(job, lo, hi, rows);
     for (int64_t i = 0; i < lo; i++)
-        key[i] = key[lo], value[i] = value[lo];
+        rows->key[i] = rows->key[lo], rows->value[i] = rows->value[lo];
     for (int64_t i = hi; i < 16; i++)
-        key[i] = key[hi - 1], value[i] = value[hi - 1];
+        rows->key[i] = rows->key[hi - 1], rows->value[i] = rows->value[hi - 1];
+    rows[ATTN_RING] = rows[0];
 }
 
-static void begin_walk(const job_t *job, bool narrow)
+/* Begins to walk the job's path at position `from`. */
+static void walk_from(const job_t *job, int64_t from)
+{
+    work_t *work = job->work;
+    look_along(job, &work->path, from);
+    work->ahead.n = 0;
+    work->ahead.is_next = false;
+    for (int i = 0; i < ATTN_AHEAD; i++)
+        find_tile(job);
+}
+
+/* The tile to be scored next. Those found after it follow in memory. */
+V16_INLINE const struct tile_rows *rows_here(const work_t *work)
+{
+    return &work->ring[(work->ahead.n - ATTN_AHEAD) % ATTN_RING];
+}
+
+static void find_path(const job_t *job)
 {
     work_t *work = job->work;
     work->path = (struct attn_path){job->block_table, job->kv_head, INT64_MAX, 0};
@@ -132,46 +149,14 @@ static void begin_walk(const job_t *job, bool narrow)
             work->path.hi = max64(work->path.hi, job->row[r].hi);
         }
     }
-    work->value_mask = narrow ? ATTN_KEY_RING - 1 : ATTN_VALUE_RING - 1;
-    work->ahead.n = 0;
-    work->ahead.is_next = false;
-    if (work->path.lo >= work->path.hi)
-        return;
-    look_along(job, &work->path);
-    for (int i = 0; i < ATTN_AHEAD; i++)
-        find_tile(job);
 }
 
 /* ---- fetching ---- */
-
-/* Rows that will be wanted ATTN_AHEAD tiles later; key is NULL where there are none, or where another block fetches them. */
-struct later {
-    const void *const *key, *const *value;
-};
-
-/* What follows tile number n of the walk by ATTN_AHEAD. */
-V16_INLINE struct later later_of(const work_t *work, int64_t n)
-{
-    const void *const *key = work->key[(n + ATTN_AHEAD) % ATTN_KEY_RING];
-    return (struct later){key[0] ? key : NULL, work->value[(n + ATTN_AHEAD) & work->value_mask]};
-}
-
-V16_INLINE struct later skip_keys(struct later later, int n)
-{
-    return (struct later){later.key ? later.key + n : NULL, later.value + n};
-}
 
 /* The cache line of element d, into the second-level cache: in the first it would be in the way. */
 V16_INLINE void fetch(const void *row, int64_t d, tl_dtype dtype)
 {
     __builtin_prefetch((const char *)row + d * element_bytes(dtype), 0, 2);
-}
-
-/* All of a row. */
-V16_INLINE void fetch_row(const void *row, int64_t dim, tl_dtype dtype)
-{
-    for (int64_t d = 0; d < dim; d += 64 / element_bytes(dtype))
-        fetch(row, d, dtype);
 }
 
 #endif
