@@ -16,6 +16,7 @@
 
 #include "check.h"
 #include "kernels/kernels.h"
+#include "kernels/sharing.h"
 #include "tinyllm.h"
 
 #define PAINT 0x7FC0BEEFu /* what outputs hold before a call: a NaN that no kernel writes */
@@ -621,9 +622,11 @@ static inline const char *isa_select(int i)
     return k ? k->name : NULL;
 }
 
+/* A pool that shares even the smallest step. */
 static inline tl_pool *make_threads(int n)
 {
     tl_pool *tp = NULL;
+    tl_small_step_ns = 0;
     CHECK_STATUS(tl_pool_create(n, &tp), TL_OK);
     return tp;
 }

@@ -567,6 +567,43 @@ TEST(pool_result_equals_serial_bitwise)
     }
 }
 
+/* Shared, sequences are begun by the class of their length: each once, whatever classes there are. */
+TEST(lengths_of_every_class_are_attended_once)
+{
+    enum { B = 13 };
+    const struct paged_spec specs[] = {
+        {.B = B, .H = 4, .Hkv = 2, .D = 24, .block_tokens = 16, .seed = 131,
+         .ctx = {1040, 1, 2, 521, 520, 519, 261, 260, 130, 131, 129, 65, 1039}}, /* a half, a quarter and an eighth of 1040 */
+        {.B = B, .H = 4, .Hkv = 2, .D = 24, .block_tokens = 16, .window = 64, .seed = 132,
+         .ctx = {1040, 1, 8, 9, 16, 17, 32, 33, 63, 64, 65, 500, 1000}},
+        {.B = B, .H = 2, .Hkv = 2, .D = 24, .block_tokens = 16, .seed = 133, .ctx = {7, 7, 7, 7, 7, 7, 4, 7, 7, 7, 7, 7, 7}},
+        {.B = B, .H = 2, .Hkv = 2, .D = 24, .block_tokens = 16, .seed = 134, .ctx = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 900}},
+    };
+    for (size_t i = 0; i < sizeof specs / sizeof *specs; i++) {
+        struct paged c = paged_make(&specs[i]);
+        float *want = paged_want(&c);
+        for (int threads = 2; threads <= 5; threads++) {
+            tl_pool *tp = make_threads(threads);
+            paged_run(&c, tp);
+            CHECK_PAGED(&c, want, "case %zu, %d threads", i, threads);
+            tl_pool_destroy(tp);
+        }
+        free(want);
+        paged_free(&c);
+    }
+}
+
+TEST(a_step_is_shared_when_it_costs_more_than_waking_a_thread)
+{
+    tl_small_step_ns = 50000;
+    CHECK(!tl_worth_sharing(64 * 128, 8, 32), "sharing");    /* 64 positions: a few microseconds */
+    CHECK(tl_worth_sharing(4096 * 128, 8, 32), "sharing");   /* 4096: a millisecond */
+    CHECK(!tl_worth_sharing(0, 8, 32), "sharing");
+    CHECK(tl_worth_sharing(1e15, 1e3, 1e3), "sharing");
+    tl_small_step_ns = 0;
+    CHECK(tl_worth_sharing(1, 1, 1), "sharing");
+}
+
 /* The same values in blocks of other sizes, and at addresses that are no multiple of anything but 4. */
 TEST(block_size_and_alignment_change_nothing)
 {

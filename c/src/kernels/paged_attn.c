@@ -150,10 +150,9 @@ static void attend_units(void *ctx, int64_t lo, int64_t hi, int worker)
         const int64_t unit = i % s->n_units;
         if (s->n_classes > 1 && length_class(s, unit / s->Hkv) != i / s->n_units)
             continue;
-        struct attn_path next;
-        if (unit + 1 < hi)
-            next = path_of(s, unit + 1);
-        attend_group(s, unit, unit + 1 < hi ? &next : NULL, &work);
+        const bool has_next = i + 1 < hi && unit + 1 < s->n_units;
+        const struct attn_path next = path_of(s, has_next ? unit + 1 : unit);
+        attend_group(s, unit, has_next ? &next : NULL, &work);
     }
 }
 
