@@ -15,23 +15,31 @@
 
 /* ---- blocks of rows ---- */
 
-/* Scores and values of a block are functions of their own for each number of rows and dtype, so that both are constants
- * inside and a compiler has all registers for one block. */
+/* What is done to a block is a function of its own for each number of rows and dtype, so that both are constants inside and
+ * a compiler has all registers for one block. */
 typedef void score_fn(const job_t *job, int r0, struct run run, int64_t t, const struct tile_rows *rows);
 typedef void values_fn(const job_t *job, int r0, struct run run, const struct tile_rows *rows, struct columns columns);
+typedef void absorb_fn(const job_t *job, int r0, struct run run);
 
 #define DEFINE_BLOCK(n_rows, dtype)                                                                                            \
     static __attribute__((noinline)) void score_##n_rows##_##dtype(const job_t *job, int r0, struct run run, int64_t t,        \
                                                                    const struct tile_rows *rows)                               \
     {                                                                                                                          \
-        score_block(job, r0, n_rows, run, t, rows, dtype);                                                                     \
+        score_tile(job, r0, n_rows, run, t, rows, dtype);                                                                      \
     }                                                                                                                          \
     static __attribute__((noinline)) void values_##n_rows##_##dtype(const job_t *job, int r0, struct run run,                  \
                                                                     const struct tile_rows *rows, struct columns columns)      \
     {                                                                                                                          \
         add_columns(job, r0, n_rows, run, rows, columns, dtype);                                                               \
     }
+#define DEFINE_ABSORB(n_rows, _)                                                                                               \
+    static __attribute__((noinline)) void absorb_##n_rows(const job_t *job, int r0, struct run run)                            \
+    {                                                                                                                          \
+        for (int64_t t = run.first; t < run.end; t++)                                                                          \
+            absorb_tile(job, r0, n_rows, run, t);                                                                              \
+    }
 #define ENTER_BLOCK(n_rows, dtype) [dtype][n_rows] = {score_##n_rows##_##dtype, values_##n_rows##_##dtype},
+#define ENTER_ABSORB(n_rows, _) [n_rows] = absorb_##n_rows,
 
 #if V16_ROWS == 4
 #define EACH_COUNT(DO, dtype) DO(1, dtype) DO(2, dtype) DO(3, dtype) DO(4, dtype)
@@ -41,16 +49,19 @@ typedef void values_fn(const job_t *job, int r0, struct run run, const struct ti
 
 EACH_COUNT(DEFINE_BLOCK, TL_F16)
 EACH_COUNT(DEFINE_BLOCK, TL_F32)
+EACH_COUNT(DEFINE_ABSORB, )
 static const struct {
     score_fn *score;
     values_fn *values;
 } block_fns[][V16_ROWS + 1] = {EACH_COUNT(ENTER_BLOCK, TL_F16) EACH_COUNT(ENTER_BLOCK, TL_F32)};
+static absorb_fn *const absorb_fns[V16_ROWS + 1] = {EACH_COUNT(ENTER_ABSORB, )};
 
 V16_INLINE int rows_of_block(const job_t *job, int r0)
 {
     return (int)min64(V16_ROWS, job->n_rows - r0);
 }
 
+/* All dots first, then all exponentials: what takes long to come hides behind its like. */
 static void score_run(const job_t *job, struct run run)
 {
     for (int64_t t = run.first; t < run.end; t++) {
@@ -59,6 +70,8 @@ static void score_run(const job_t *job, struct run run)
         for (int r0 = 0; r0 < job->n_rows; r0 += V16_ROWS)
             block_fns[job->view->dtype][rows_of_block(job, r0)].score(job, r0, run, t, rows);
     }
+    for (int r0 = 0; r0 < job->n_rows; r0 += V16_ROWS)
+        absorb_fns[rows_of_block(job, r0)](job, r0, run);
 }
 
 static void add_run(const job_t *job, struct run run, const struct tile_rows *rows, struct columns columns)

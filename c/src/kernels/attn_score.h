@@ -201,19 +201,21 @@ static __attribute__((noinline)) void absorb_rows(const job_t *job, int r0, int 
     work->steady[r0 / V16_ROWS] = steady;
 }
 
-/* A block of rows takes in the scores of a tile: raises m, adds exp(s - m) to l and keeps it for the values. Where m does not
+/* A block of rows takes in the scores of a tile: raises m, adds exp(s - m) to l and leaves it in place of s. Where m does not
  * rise nothing is rescaled. Slots not seen add exp(-inf) = +0, which changes no lane of l. */
-V16_INLINE void absorb(const job_t *job, int r0, int n_rows, v16 s[4], struct slots seen, struct run run, int64_t t)
+V16_INLINE void absorb_tile(const job_t *job, int r0, int n_rows, struct run run, int64_t t)
 {
     work_t *work = job->work;
     const int64_t place = place_of(run, r0, t);
     float *score = work->score + place * V16_ROWS * 16;
     struct tile_note *note = work->note + place;
-    const struct slots by_all = slots_of(t, work->all_lo, work->all_hi);
+    const struct slots seen = slots_of(t, work->path.lo, work->path.hi), by_all = slots_of(t, work->all_lo, work->all_hi);
     const bool alike = seen.lo == by_all.lo && seen.hi == by_all.hi;
+    bool calm = alike & work->steady[r0 / V16_ROWS];
+    v16 s[4];
+    EACH_OF_4(r, n_rows, s[r] = v16_load(score + 16 * r));
     if (seen.hi - seen.lo < 16 && alike)
         EACH_OF_4(r, n_rows, s[r] = v16_only(s[r], seen.lo, seen.hi));
-    bool calm = alike & work->steady[r0 / V16_ROWS];
     EACH_OF_4(r, n_rows, calm &= v16_all_le(s[r], v16_set1(work->split_max[r0 + r])));
     note->lo[0] = (uint8_t)seen.lo;
     note->hi[0] = (uint8_t)seen.hi;
@@ -233,16 +235,16 @@ V16_INLINE void absorb(const job_t *job, int r0, int n_rows, v16 s[4], struct sl
     });
 }
 
-/* A block of rows and a tile: its dots with the keys, and what follows from them. The first block fetches for all. */
-V16_INLINE void score_block(const job_t *job, int r0, int n_rows, struct run run, int64_t t, const struct tile_rows *rows, tl_dtype dtype)
+/* The scores of a block of rows and a tile. The first block fetches for all. */
+V16_INLINE void score_tile(const job_t *job, int r0, int n_rows, struct run run, int64_t t, const struct tile_rows *rows, tl_dtype dtype)
 {
     work_t *work = job->work;
-    v16 s[4];
-    const struct slots seen = slots_of(t, work->path.lo, work->path.hi);
+    float *score = work->score + place_of(run, r0, t) * V16_ROWS * 16;
+    v16 dot[4];
     const bool fetches = r0 == 0 && rows[ATTN_AHEAD].found;
-    tile_dots(n_rows, work->q + r0 * work->q_stride, rows->key, job->view->head_dim, dtype, fetches, seen, s);
-    EACH_OF_4(r, n_rows, s[r] = v16_mul(v16_set1(job->scale), s[r]));
-    absorb(job, r0, n_rows, s, seen, run, t);
+    tile_dots(n_rows, work->q + r0 * work->q_stride, rows->key, job->view->head_dim, dtype, fetches,
+              slots_of(t, work->path.lo, work->path.hi), dot);
+    EACH_OF_4(r, n_rows, v16_store(score + 16 * r, v16_mul(v16_set1(job->scale), dot[r])));
 }
 
 #endif
