@@ -143,9 +143,8 @@ static void narrow_split(const job_t *job, struct run split, bool lone)
 {
     const int64_t dim = job->view->head_dim;
     const struct columns all = {0, dim, (dim + 15) / 16 * 16};
-    memset(job->work->acc, 0, (size_t)(job->n_rows * all.stride) * sizeof(float));
     for (int64_t t = split.first; t < split.end; t += ATTN_RUN_TILES) {
-        const struct run run = {t, min64(t + ATTN_RUN_TILES, split.end), 0};
+        const struct run run = {t, min64(t + ATTN_RUN_TILES, split.end), 0, t == split.first};
         const struct tile_rows *rows = rows_here(job->work);
         score_run(job, run);
         add_run(job, run, rows, all);
@@ -163,10 +162,9 @@ static void wide_split(const job_t *job, struct run split)
     join_split(job);
     for (int64_t first = 0; first < dim; first += ATTN_ACC) {
         const struct columns piece = {first, min64(ATTN_ACC, dim - first), ATTN_ACC};
-        memset(job->work->acc, 0, sizeof job->work->acc);
         walk_from(job, from);
         for (int64_t t = split.first; t < split.end; t++) {
-            const struct run one = {t, t + 1, t - split.first};
+            const struct run one = {t, t + 1, t - split.first, t == split.first};
             add_run(job, one, rows_here(job->work), piece);
             find_tile(job);
         }
@@ -263,7 +261,7 @@ void TL_ISA_FN(attn_rows)(const struct attn_job *job)
     const bool lone = narrow && first / ATTN_SPLIT_TILES == (end - 1) / ATTN_SPLIT_TILES;
     for (int64_t t = first; t < end;) {
         const int64_t split_end = (t / ATTN_SPLIT_TILES + 1) * ATTN_SPLIT_TILES;
-        const struct run split = {t, min64(split_end, end), 0};
+        const struct run split = {t, min64(split_end, end), 0, true};
         open_split(job);
         if (narrow)
             narrow_split(job, split, lone);

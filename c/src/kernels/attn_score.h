@@ -12,6 +12,7 @@
  * `place`, those of the next blocks ATTN_RUN_TILES further on each. */
 struct run {
     int64_t first, end, place;
+    bool is_fresh; /* the first of its split: values start from zero */
 };
 
 V16_INLINE int64_t place_of(struct run run, int r0, int64_t t)

@@ -37,7 +37,7 @@ V16_INLINE void add_values(const job_t *job, int r0, int n_rows, struct run run,
     const int64_t passes = max64(columns.width / (16 * n_vec), 1), pass = c / (16 * n_vec);
     v16 acc[4][8], v[8];
 #define EACH(...) EACH_OF_4(r, n_rows, EACH_OF_8(i, n_vec, __VA_ARGS__))
-    EACH(acc[r][i] = v16_load(at + r * columns.stride + 16 * i));
+    EACH(acc[r][i] = run.is_fresh ? v16_zero() : v16_load(at + r * columns.stride + 16 * i));
     for (int64_t t = run.first; t < run.end; t++, rows++) {
         const int64_t place = place_of(run, r0, t);
         const struct tile_note *note = work->note + place;
