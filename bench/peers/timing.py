@@ -36,7 +36,6 @@ class Turn:
     call: Callable[[int], object]
     copies: int
     at: int = 0
-    calls: int = 0  # in a batch
     seconds: list[float] = field(default_factory=list)
 
     def next(self) -> float:
@@ -52,12 +51,11 @@ class Turn:
         while warm < WARM_SECONDS:
             last = self.next()
             warm += last
-        if not self.calls:
-            fewest, most = BATCH_CALLS
-            self.calls = min(most, max(fewest, round(BATCH_SECONDS / last)))
-        together = self.calls if self.calls * last < LONG_SECONDS else 1
+        fewest, most = BATCH_CALLS
+        calls = min(most, max(fewest, round(BATCH_SECONDS / last)))
+        together = calls if calls * last < LONG_SECONDS else 1
         kept: list[float] = []
-        for _ in range(self.calls // together):
+        for _ in range(calls // together):
             waited = waiting_seconds()
             seconds = [self.next() for _ in range(together)]
             if waiting_seconds() - waited <= MAY_WAIT * sum(seconds):
