@@ -33,7 +33,8 @@ enum {
     ATTN_SCORES = 4096,    /* floats of exponentiated scores a job holds: a run of ATTN_ROWS rows, or a split of one */
     ATTN_RUN_TILES = 4,    /* tiles scored before their values are added, where the rows' values fit in ATTN_ACC */
     ATTN_AHEAD = 4,        /* tiles between finding or fetching one and its use */
-    ATTN_AGAIN = 2,        /* the same for fetching it once more, for a crowd of prefetches is partly dropped */
+    ATTN_AGAIN = 3,        /* the same for fetching it once more: memory that is busy drops prefetches */
+    ATTN_LAST = 1,         /* and a third time, where there are instructions to spare (V16_FETCHES) */
     ATTN_RING = 8,         /* tiles found and still needed: a power of two, ATTN_AHEAD + ATTN_RUN_TILES or more */
     ATTN_SPLIT_TILES = TL_ATTN_SPLIT / TL_ATTN_TILE
 };

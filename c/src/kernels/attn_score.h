@@ -41,11 +41,8 @@ struct wish {
 
 V16_INLINE void grant(struct wish wish, int k, tl_dtype dtype)
 {
-    const int tile = sizeof(struct tile_rows) / sizeof *wish.row;
-    if (wish.row) {
-        fetch(wish.row[ATTN_AHEAD * tile + 4 * k], wish.d, dtype);
-        fetch(wish.row[ATTN_AGAIN * tile + 4 * k], wish.d, dtype);
-    }
+    if (wish.row)
+        fetch_ahead(wish.row + 4 * k, wish.d, dtype);
 }
 
 /* Lanes lane .. lane+V16_REG_LANES-1 of the elements d .. d+15 of n_keys keys with n_rows rows. Sixteen elements of a row

@@ -16,15 +16,6 @@ V16_INLINE void load_values(const void *row, int64_t d, int n_vec, int64_t n, tl
     EACH_OF_8(i, n_vec, v[i] = n_vec > 1 || n == 16 ? load_kv(row, d + 16 * i, dtype) : load_kv_n(row, d, n, dtype));
 }
 
-/* All of row j of V, some tiles later. */
-V16_INLINE void fetch_row(const struct tile_rows *rows, int j, int64_t dim, tl_dtype dtype)
-{
-    for (int64_t d = 0; d < dim; d += 64 / element_bytes(dtype)) {
-        fetch(rows[ATTN_AHEAD].value[j], d, dtype);
-        fetch(rows[ATTN_AGAIN].value[j], d, dtype);
-    }
-}
-
 /* n_vec vectors of columns from c on (the last `n` < 16 wide where n_vec is 1) of rows r0 .. r0+n_rows-1 take in the
  * values of a run: rescaled where a maximum rose, then plus p * v for the slots that count in rising order. One row alone
  * fetches V here, each pass over the columns its share of the rows. */
@@ -48,7 +39,8 @@ V16_INLINE void add_values(const job_t *job, int r0, int n_rows, struct run run,
         if (__builtin_expect(note->alike, 1)) {
             for (int j = note->lo[0]; j < note->hi[0]; j++) {
                 if (j == fetched) {
-                    fetch_row(rows, j, job->view->head_dim, dtype);
+                    for (int64_t e = 0; e < job->view->head_dim; e += 64 / element_bytes(dtype))
+                        fetch_ahead(rows->value + j, e, dtype);
                     fetched += (int)passes;
                 }
                 load_values(rows->value[j], d, n_vec, n, dtype, v);

@@ -159,4 +159,14 @@ V16_INLINE void fetch(const void *row, int64_t d, tl_dtype dtype)
     __builtin_prefetch((const char *)row + d * element_bytes(dtype), 0, 2);
 }
 
+/* Element d of a row that follows `row` by some tiles, `row` being an entry of tile_rows. */
+V16_INLINE void fetch_ahead(const void *const *row, int64_t d, tl_dtype dtype)
+{
+    const int tile = sizeof(struct tile_rows) / sizeof *row;
+    fetch(row[ATTN_AHEAD * tile], d, dtype);
+    fetch(row[ATTN_AGAIN * tile], d, dtype);
+    if (V16_FETCHES == 3)
+        fetch(row[ATTN_LAST * tile], d, dtype);
+}
+
 #endif

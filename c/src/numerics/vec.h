@@ -34,7 +34,7 @@
  *
  * V16_ROWS query rows are taken together; V16_KEYS(rows) dots of each run side by side, and V16_COLS(rows) vectors of
  * values, up to V16_MAX_COLS: as many accumulators as the register file holds, and enough of them to hide the latency
- * of an fma. */
+ * of an fma. V16_FETCHES, 2 or 3, is how often a cache line may be prefetched before arithmetic waits for it. */
 #ifndef TL_VEC_H
 #define TL_VEC_H
 

@@ -9,6 +9,7 @@
 #define V16_ROWS 4
 #define V16_KEYS(rows) ((rows) <= 2 ? 4 : 2)
 #define V16_COLS(rows) ((rows) == 1 ? 4 : (rows) == 2 ? 2 : 1)
+#define V16_FETCHES 2
 #define V16_MAX_COLS 4
 
 typedef struct {

@@ -9,6 +9,7 @@
 #define V16_ROWS 4
 #define V16_KEYS(rows) 4
 #define V16_COLS(rows) ((rows) <= 2 ? 8 : 4)
+#define V16_FETCHES 3
 #define V16_MAX_COLS 8
 
 typedef __m512 v16;

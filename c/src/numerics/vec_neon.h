@@ -10,6 +10,7 @@
 #define V16_ROWS 4
 #define V16_KEYS(rows) 4
 #define V16_COLS(rows) ((rows) == 1 ? 4 : (rows) == 2 ? 2 : 1)
+#define V16_FETCHES 2
 #define V16_MAX_COLS 4
 #define QUARTERS for (int i = 0; i < 4; i++)
 

@@ -11,6 +11,7 @@
 #define V16_ROWS 1
 #define V16_KEYS(rows) 1
 #define V16_COLS(rows) 1
+#define V16_FETCHES 2
 #define V16_MAX_COLS 1
 #define LANES for (int i = 0; i < 16; i++)
 
