@@ -61,6 +61,8 @@ static void shape_name(char *text, size_t cap, struct shape s)
              (long long)s.Hkv, (long long)s.D, (long long)s.b);
 }
 
+enum { FIRST_ISA = 2 }; /* entrants before it only read */
+
 /* A share or a ratio in a column of its own, or a dash. */
 static void print_cell(const char *format, double value)
 {
@@ -72,9 +74,10 @@ static void print_cell(const char *format, double value)
 static void print_line(const struct options *o, const struct workload *w, int i, int n, struct tally t, double peak)
 {
     const struct spread at = spread_of(entrants[i].sample, t.kept);
-    const bool roof = i == 0, plain = entrants[n - 1].run == run_plain;
-    const double flop_s = roof ? 0 : w->flops / at.median;
+    const bool roof = i == 0, reads = i < FIRST_ISA, plain = entrants[n - 1].run == run_plain;
+    const double flop_s = reads ? 0 : w->flops / at.median;
     const double of_roof = paired_ratio(entrants[0].sample, entrants[i].sample, t.kept), of_peak = peak > 0 ? flop_s / peak : 0;
+    const double of_read = paired_ratio(entrants[1].sample, entrants[i].sample, t.kept);
     const double over_plain = plain ? paired_ratio(entrants[n - 1].sample, entrants[i].sample, t.kept) : 0;
     char name[64];
     shape_name(name, sizeof name, w->s);
@@ -82,6 +85,7 @@ static void print_line(const struct options *o, const struct workload *w, int i,
            w->bytes / at.median / 1e9);
     print_cell("%.1f", flop_s / 1e9);
     print_cell("%.0f%%", 100 * of_roof);
+    print_cell("%.0f%%", 100 * of_read);
     print_cell("%.0f%%", 100 * of_peak);
     print_cell("%.2f", over_plain);
     if (roof)
@@ -91,10 +95,10 @@ static void print_line(const struct options *o, const struct workload *w, int i,
     if (o->json)
         fprintf(o->json, "{\"group\":\"main\",\"B\":%lld,\"ctx\":%lld,\"H\":%lld,\"Hkv\":%lld,\"D\":%lld,\"b\":%lld,\"threads\":%d,"
                          "\"what\":\"%s\",\"median_us\":%.3f,\"p10_us\":%.3f,\"p90_us\":%.3f,\"gb_s\":%.3f,\"gflop_s\":%.3f,"
-                         "\"of_roof\":%.4f,\"of_peak\":%.4f,\"over_plain\":%.4f,\"turns\":%d,\"dropped\":%d}\n",
+                         "\"of_roof\":%.4f,\"of_read\":%.4f,\"of_peak\":%.4f,\"over_plain\":%.4f,\"turns\":%d,\"dropped\":%d}\n",
                 (long long)w->s.B, (long long)w->s.ctx, (long long)w->s.H, (long long)w->s.Hkv, (long long)w->s.D, (long long)w->s.b,
                 tl_pool_threads(w->tp), entrants[i].what, at.median * 1e6, at.p10 * 1e6, at.p90 * 1e6, w->bytes / at.median / 1e9,
-                flop_s / 1e9, of_roof, of_peak, over_plain, t.kept, t.dropped);
+                flop_s / 1e9, of_roof, of_read, of_peak, over_plain, t.kept, t.dropped);
 }
 
 static void bench_shape(const struct options *o, struct shape s, tl_pool *tp, const double *peak)
@@ -104,13 +108,14 @@ static void bench_shape(const struct options *o, struct shape s, tl_pool *tp, co
     set_up(&w, s, NULL, o->cached, tp);
     check_outputs(&w, o->isa, o->n_isas);
     entrants[n++] = (struct entrant){.what = "roof", .run = run_roof, .ctx = &w, .calls = 1};
+    entrants[n++] = (struct entrant){.what = "read", .run = run_read, .ctx = &w, .calls = 1};
     for (int i = 0; i < o->n_isas; i++)
         entrants[n++] = decode_on(o->isa[i], &w);
     if (o->plain)
         entrants[n++] = (struct entrant){.what = "plain", .run = run_plain, .ctx = &w, .isa = best_isa(o), .calls = 1};
     const struct tally t = take_turns(entrants, n, tp, o->quick ? 0.6 : 4);
     for (int i = 0; i < n; i++)
-        print_line(o, &w, i, n, t, i > 0 && i <= o->n_isas ? peak[i - 1] : 0);
+        print_line(o, &w, i, n, t, i >= FIRST_ISA && i < FIRST_ISA + o->n_isas ? peak[i - FIRST_ISA] : 0);
     fflush(stdout);
     tear_down(&w);
 }
@@ -138,8 +143,8 @@ static void group_main(const struct options *o, int threads)
         peak[i] = fma_peak(o->isa[i], tp);
         printf(" %s %.1f", o->isa[i], peak[i] / 1e9);
     }
-    printf(" GFLOP/s\n%-36s %-7s %10s %10s %10s %7s %7s %7s %7s %7s %6s %7s\n", "", "", "median us", "p10", "p90", "GB/s", "GFLOP/s",
-           "of roof", "of fma", "x plain", "turns", "dropped");
+    printf(" GFLOP/s\n%-36s %-7s %10s %10s %10s %7s %7s %7s %7s %7s %7s %6s %7s\n", "", "", "median us", "p10", "p90", "GB/s", "GFLOP/s",
+           "of roof", "of read", "of fma", "x plain", "turns", "dropped");
     for (size_t i = 0; i < (o->given.B ? 1 : sizeof main_shapes / sizeof *main_shapes); i++)
         if (has_room(o->given.B ? o->given : main_shapes[i]))
             bench_shape(o, o->given.B ? o->given : main_shapes[i], tp, peak);

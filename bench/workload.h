@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: MIT */
 /* workload.h: a decode step to be timed, and what it is timed beside.
  *
- * roof: loads every byte of K and V that the step needs once, in the same order, the next block prefetched; nothing
- * faster can read them.
+ * roof: loads every byte of K and V that the step needs once, in the same order, the next block prefetched.
+ * read: the same, each line prefetched three times, from four blocks, two and one before: busy memory drops prefetches, and
+ * no loop was found that reads faster.
  * plain: what a careful user writes without a library: gather the sequence, two loops and expf.
  *
  * The pool has as many layers as make it four times the last-level cache, and every call takes the next one, so K and V
@@ -124,13 +125,16 @@ static _Atomic uint64_t keep; /* so that the loads of the roof are not removed *
 #define WIDE_LOADS
 #endif
 
-WIDE_LOADS static inline void read_slab(const char *p, const char *next, size_t bytes, uint64_t *sum)
+/* `next`: n_next slabs whose lines are prefetched beside those of p. */
+WIDE_LOADS static inline __attribute__((always_inline)) void read_slab(const char *p, const char *const *next, int n_next, size_t bytes,
+                                                                       uint64_t *sum)
 {
     typedef uint64_t vec __attribute__((vector_size(32), aligned(2), may_alias));
     vec s = {0}, t = {0};
     size_t i = 0;
     for (; i + 64 <= bytes; i += 64) {
-        __builtin_prefetch(next + i, 0, 2);
+        for (int k = 0; k < n_next; k++)
+            __builtin_prefetch(next[k] + i, 0, 2);
         s ^= *(const vec *)(p + i);
         t ^= *(const vec *)(p + i + 32);
     }
@@ -146,23 +150,37 @@ static inline const char *slots(const struct workload *w, uint32_t block, int is
     return (const char *)tl_kv_block_ptr(w->kv, block, w->layer, is_v) + (head * w->s.b + slot) * w->s.D * 2;
 }
 
-static inline void roof_units(void *ctx, int64_t lo, int64_t hi, int worker)
+WIDE_LOADS static inline __attribute__((always_inline)) void read_units(const struct workload *w, int64_t lo, int64_t hi, int n_next,
+                                                                        const int64_t *distance)
 {
-    (void)worker;
-    const struct workload *w = ctx;
     const int64_t b = w->s.b;
     uint64_t sum = 0;
     for (int64_t unit = lo; unit < hi; unit++) {
-        const int64_t seq = unit / w->s.Hkv, head = unit % w->s.Hkv, n = w->ctx_lens[seq], first = first_seen(w, seq);
+        const int64_t seq = unit / w->s.Hkv, head = unit % w->s.Hkv, n = w->ctx_lens[seq], first = first_seen(w, seq), last = (n - 1) / b;
         const uint32_t *table = w->tables + seq * w->max_blocks;
-        for (int64_t i = first / b; i * b < n; i++) {
+        for (int64_t i = first / b; i <= last; i++) {
             const int64_t from = first > i * b ? first - i * b : 0, to = n < (i + 1) * b ? n - i * b : b;
-            const uint32_t next = table[(i + 1) * b < n ? i + 1 : i];
-            for (int is_v = 0; is_v < 2; is_v++)
-                read_slab(slots(w, table[i], is_v, head, from), slots(w, next, is_v, head, from), (size_t)((to - from) * w->s.D) * 2, &sum);
+            for (int is_v = 0; is_v < 2; is_v++) {
+                const char *next[3];
+                for (int k = 0; k < n_next; k++)
+                    next[k] = slots(w, table[i + distance[k] < last ? i + distance[k] : last], is_v, head, from);
+                read_slab(slots(w, table[i], is_v, head, from), next, n_next, (size_t)((to - from) * w->s.D) * 2, &sum);
+            }
         }
     }
     atomic_fetch_xor(&keep, sum);
+}
+
+WIDE_LOADS static inline void roof_units(void *ctx, int64_t lo, int64_t hi, int worker)
+{
+    (void)worker;
+    read_units(ctx, lo, hi, 1, (const int64_t[]){1});
+}
+
+WIDE_LOADS static inline void fastest_units(void *ctx, int64_t lo, int64_t hi, int worker)
+{
+    (void)worker;
+    read_units(ctx, lo, hi, 3, (const int64_t[]){4, 2, 1});
 }
 
 /* One row of plain attention over n gathered keys and values. */
@@ -219,6 +237,13 @@ static inline void run_roof(void *workload)
     struct workload *w = workload;
     next_layer(w);
     tl_parallel_for(w->tp, w->s.B * w->s.Hkv, 1, roof_units, w);
+}
+
+static inline void run_read(void *workload)
+{
+    struct workload *w = workload;
+    next_layer(w);
+    tl_parallel_for(w->tp, w->s.B * w->s.Hkv, 1, fastest_units, w);
 }
 
 static inline void run_plain(void *workload)
