@@ -219,6 +219,40 @@ TEST(non_numbers_that_are_seen)
             }
 }
 
+/* A NaN or an infinity at one position: the rows before it, and those whose window it has left, know nothing of it. */
+TEST(keys_a_row_does_not_see_leave_no_trace)
+{
+    static const float special[] = {NAN, INFINITY, -INFINITY};
+    for (int64_t window = 0; window <= 9; window += 9)
+        for (int is_v = 0; is_v < 2; is_v++)
+            for (int x = 0; x < 3; x++)
+                for (int64_t at = 5; at < 40; at += 11) {
+                    struct flash f = flash_make(1, 6, 2, 40, 40, 20, 8);
+                    float *tensor = (float *)(uintptr_t)(is_v ? f.v : f.k);
+                    for (int64_t d = 0; d < f.D; d++)
+                        tensor[at * f.D + d] = tensor[(f.Tk + at) * f.D + d] = special[x];
+                    f.window = window;
+                    flash_run(&f);
+                    CHECK_FLASH(&f, "%g in %s at %lld, window %lld", (double)special[x], is_v ? "v" : "k", (long long)at, (long long)window);
+                    for (int64_t r = 0; r < flash_rows(&f); r++) {
+                        const bool sees = r % f.Tq >= at && (window == 0 || r % f.Tq < at + window);
+                        CHECK(sees || isfinite(f.o[r * f.D]), "row %lld", (long long)r);
+                    }
+                    flash_free(&f);
+                }
+}
+
+TEST(a_head_wider_than_the_buffers)
+{
+    for (int64_t window = 0; window <= 11; window += 11) {
+        struct flash f = flash_make(1, 1, 1, 3, 1030, 4100, 9);
+        f.window = window, f.scale = 1 / sqrtf(4100);
+        flash_run(&f);
+        CHECK_FLASH(&f, "window %lld", (long long)window);
+        flash_free(&f);
+    }
+}
+
 TEST(close_to_double)
 {
     static const int64_t shapes[][5] = {{1, 1, 1, 1, 1}, {4, 2, 70, 70, 33}, {3, 1, 5, 1500, 64}, {2, 2, 9, 40, 130}};

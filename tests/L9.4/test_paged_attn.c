@@ -215,10 +215,31 @@ TEST(query_heads_read_the_kv_head_of_their_group)
     }
 }
 
+/* Numbers of KV heads and groups that fill no round number of rows, alone and shared. */
+TEST(any_number_of_kv_heads_and_groups)
+{
+    static const int64_t kv_heads[] = {1, 2, 3, 5, 7, 11, 33}, groups[] = {1, 3, 5, 11, 16, 17, 33};
+    tl_pool *tp = make_threads(2);
+    for (int i = 0; i < 49; i++) {
+        const int64_t Hkv = kv_heads[i % 7], group = groups[i / 7];
+        const struct paged_spec spec = {.B = 7, .H = Hkv * group, .Hkv = Hkv, .D = i % 3 ? 5 : 17, .block_tokens = 16,
+                                        .ctx = {3, 4, 5, 6, 7, 8, 9}, .seed = 46 + (uint64_t)i};
+        struct paged c = paged_make(&spec);
+        float *want = paged_want(&c);
+        for (int threads = 1; threads <= 2; threads++) {
+            paged_run(&c, threads == 1 ? NULL : tp);
+            CHECK_PAGED(&c, want, "Hkv %lld, groups of %lld, %d threads", (long long)Hkv, (long long)group, threads);
+        }
+        free(want);
+        paged_free(&c);
+    }
+    tl_pool_destroy(tp);
+}
+
 /* D 1, q 1, scale 1: the keys are the scores. */
 static float decode_scores(const float *scores, const float *v, int n)
 {
-    tl_kv_pool *kv = poisoned_pool(kv_cfg(2, 40, 1, 1, 1));
+    tl_kv_pool *kv = poisoned_pool(kv_cfg(2, 1100, 1, 1, 1));
     for (int j = 0; j < n; j++) {
         put(kv, 1, 0, 0, j, scores + j);
         put(kv, 1, 1, 0, j, v + j);
@@ -266,6 +287,44 @@ TEST(infinities_and_nans_that_are_seen)
     CHECK_BITS(decode_scores(s, v, 40), 2.0f, "a tile of -inf leaves no trace");
     s[20] = -inf, v[20] = inf;
     CHECK_BITS(decode_scores(s, v, 40), nan_row, "0 * inf inside a tile that counts");
+}
+
+/* Tiles of nothing but -inf, their values NaN, before the first finite score of a sequence and of its second split, whose
+ * weight beside that of the first is 1. */
+TEST(tiles_of_minus_infinity_leave_no_trace)
+{
+    float s[1072], v[1072];
+    for (int hidden = 16; hidden <= 48; hidden += 16) {
+        for (int j = 0; j < hidden + 16; j++)
+            s[j] = j < hidden ? -INFINITY : 3, v[j] = j < hidden ? NAN : 2;
+        CHECK_BITS(decode_scores(s, v, hidden + 16), 2.0f, "%d at the beginning", hidden);
+    }
+    for (int hidden = 16; hidden <= 32; hidden += 16) {
+        for (int j = 0; j < 1024 + hidden + 16; j++)
+            s[j] = j < 1024 ? -60000 : j < 1024 + hidden ? -INFINITY : 0, v[j] = j < 1024 ? 7 : j < 1024 + hidden ? NAN : 2;
+        CHECK_BITS(decode_scores(s, v, 1024 + hidden + 16), 2.0f, "%d at the beginning of the second split", hidden);
+    }
+}
+
+/* One sequence's values, all NaN and infinite, are not what the next one on the same thread starts from. */
+TEST(non_numbers_of_one_sequence_stay_there)
+{
+    static const uint16_t bad[] = {0x7E00, 0x7C00, 0xFC00};
+    for (int i = 0; i < 6; i++) {
+        const struct paged_spec spec = {.B = 3, .H = 4, .Hkv = 2, .D = 24, .block_tokens = 16, .ctx = {20, i < 3 ? 70 : 1100, 5},
+                                        .seed = 541 + (uint64_t)i};
+        struct paged c = paged_make(&spec);
+        for (int64_t head = 0; head < c.Hkv; head++)
+            for (int64_t d = 0; d < c.D; d++)
+                paged_row(&c, 0, 3, head, 1)[d] = bad[i % 3];
+        float *want = paged_want(&c);
+        paged_run(&c, NULL);
+        for (int64_t x = 0; x < paged_size(&c); x++)
+            CHECK(isfinite(want[x]) == (x >= c.H * c.D), "the reference itself");
+        CHECK_PAGED(&c, want, "code %04x", bad[i % 3]);
+        free(want);
+        paged_free(&c);
+    }
 }
 
 TEST(seen_nans_and_infinities_bit_for_bit)
@@ -322,6 +381,26 @@ TEST(close_to_double_at_every_head_width)
                       (long long)c.D, (long long)h, (long long)d, (double)c.out[h * c.D + d], want[d]);
         }
         free(k), free(v), free(want);
+        paged_free(&c);
+    }
+}
+
+/* Wider than what a job holds of values: columns in pieces, a walk for each, from the window's edge and over two splits. */
+TEST(heads_wider_than_the_buffers)
+{
+    static const struct {
+        int64_t H, D, block_tokens, window;
+    } rows[] = {{1, 4096, 7, 25}, {2, 4097, 16, 25}, {1, 4100, 16, 0}, {1, 8200, 100, 25}}; /* 25 of 1040: from 1015 on */
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        const struct paged_spec spec = {.B = 1, .H = rows[i].H, .Hkv = 1, .D = rows[i].D, .block_tokens = rows[i].block_tokens,
+                                        .window = rows[i].window, .ctx = {1040}, .seed = 551 + i};
+        struct paged c = paged_make(&spec);
+        float *want = paged_want(&c);
+        for (int isa = 0; isa_select(isa); isa++) {
+            paged_run(&c, NULL);
+            CHECK_PAGED(&c, want, "%s, D %lld, window %lld", tl_isa_name(), (long long)c.D, (long long)c.window);
+        }
+        free(want);
         paged_free(&c);
     }
 }

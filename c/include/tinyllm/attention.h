@@ -65,7 +65,7 @@ TL_API tl_status tl_flash_attn_fwd_f32(const float *q, const float *k, const flo
  *   out           [B,H,D] f32            written; does not overlap q
  *
  * K and V are read as f16 and widened exactly; slots no visible position occupies are never read. Allocates nothing,
- * takes some 72 KB of stack on each thread and no lock but tp's.
+ * takes some 60 KB of stack on each thread and no lock but tp's.
  * Errors, out untouched; where several things are wrong the first of these decides: TL_EINVAL for a NULL pointer (tp
  * may be NULL), B < 0, max_blocks < 1, layer out of range, a batch beyond the address space; TL_ESHAPE for Hkv or D
  * other than the pool's, H < 1, H % Hkv != 0; TL_EUNSUPPORTED for a pool format or a TINYLLM_ISA that is not here; then
