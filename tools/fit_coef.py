@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Derives the constants of exp and log and prints c/src/numerics/coef.h.
+"""Derives the constants of exp, log and tanh and prints c/src/numerics/coef.h.
 
-    python3 tools/fit_exp_log.py > c/src/numerics/coef.h
+    python3 tools/fit_coef.py > c/src/numerics/coef.h
 
 Needs numpy and mpmath. A fit is minimax: Lawson's reweighted least squares on a dense grid, against targets
 computed in 100 bits. Coefficients are rounded to f32 one at a time, lowest power first, and the rest fitted
@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from mpmath import exp, log, mp, mpf  # type: ignore[import-untyped]
+from mpmath import exp, log, mp, mpf, sqrt, tanh  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
@@ -27,6 +27,8 @@ Array = NDArray[np.float64]
 EXP_BIAS, EXP_WEIGHT, EXP_NUDGE = -0.154, 12, -1
 EXP_ULP = 2.0**23  # of p in [1, 2); p below 1 has twice as many
 R_OF_TEN = float(10 - 14 * log(mpf(2)))
+
+TANH_SMALL = 0.625
 
 mp.prec = 100
 
@@ -106,6 +108,16 @@ def fit_log() -> tuple[list[float], float]:
     return fit(9, x, values(lambda g: (log(1 + g) - g) / g**2, x), x * x / np.abs(np.log1p(x)) * 2.0**24)
 
 
+def fit_tanh() -> tuple[list[float], float]:
+    """P of tanh(a) = a + a z P(z), z = a^2, a up to TANH_SMALL; the relative error in 2^-24."""
+    x = nodes(0, TANH_SMALL**2, 801, 1e-4)
+
+    def p(z: mpf) -> mpf:
+        return (tanh(sqrt(z)) / sqrt(z) - 1) / z
+
+    return fit(5, x, values(p, x), x / np.tanh(np.sqrt(x)) * np.sqrt(x) * 2.0**24)
+
+
 def c_float(c: float) -> str:
     mantissa, exponent = float(np.float32(c)).hex().split("p")
     return f"{mantissa.rstrip('0').rstrip('.')}p{exponent}f"
@@ -123,8 +135,8 @@ def defines(prefix: str, c: Sequence[float]) -> str:
 
 HEADER = """\
 /* SPDX-License-Identifier: MIT */
-/* coef.h: the constants of exp and log and the exact order in which they are used. Printed by
- * tools/fit_exp_log.py.
+/* coef.h: the constants of exp, log and tanh and the exact order in which they are used. Printed by
+ * tools/fit_coef.py.
  *
  * Words: add, sub, mul and fma are f32 operations with one rounding each, to nearest even; bits(x) is the
  * word of a float, float(w) its inverse; words add modulo 2^32; everything else is integer arithmetic.
@@ -149,7 +161,16 @@ HEADER = """\
  *     s = fma(n, LOG_LN2_LO, s)
  *     s = add(g, s)
  *     result = fma(n, LOG_LN2_HI, s)
- *     +-0: -inf; +inf: +inf; NaN and below 0: 0x7FC00000; log(1) is +0. A subnormal x is not asked for. */
+ *     +-0: -inf; +inf: +inf; NaN and below 0: 0x7FC00000; log(1) is +0. A subnormal x is not asked for.
+ *
+ * tanh(x): a = |x|, and the result has the sign of x; 0x7FC00000 where x is NaN
+ *     where a < TANH_SMALL:
+ *         z = mul(a, a)
+ *         p = TANH_C0; p = fma(p, z, TANH_C1); ... ; p = fma(p, z, TANH_C4)
+ *         result = fma(a, mul(p, z), a)
+ *     else:
+ *         e = add(exp(add(a, a)), 1)
+ *         result = sub(1, 2 / e)           one rounded division; 1 from a = 9.011 on, +inf included */
 #ifndef TL_COEF_H
 #define TL_COEF_H
 
@@ -170,6 +191,10 @@ HEADER = """\
 #define LOG_LN2_LO EXP_LN2_LO
 <log_c>
 
+/* tanh: within 1.371 ulp for every float (worst: x = 0x1.42ac4ep-1, the word 0x3F215627); the polynomial alone within <tanh_error>. */
+#define TANH_SMALL <tanh_small>
+<tanh_c>
+
 #endif
 """
 
@@ -177,10 +202,13 @@ HEADER = """\
 def main() -> None:
     exp_c, exp_error = fit_exp()
     log_c, log_error = fit_log()
+    tanh_c, tanh_error = fit_tanh()
     hi, lo = split_ln2()
     fields = {"log2e": c_float(float(1 / log(mpf(2)))), "hi": c_float(hi), "lo": c_float(lo),
               "exp_c": defines("EXP", exp_c), "exp_error": f"{exp_error:.2f}",
-              "log_c": defines("LOG", log_c), "log_error": f"{log_error:.2f}"}
+              "log_c": defines("LOG", log_c), "log_error": f"{log_error:.2f}",
+              "tanh_small": c_float(TANH_SMALL), "tanh_error": f"{tanh_error:.2f}",
+              "tanh_c": "\n".join(f"#define TANH_C{4 - k} {c_float(v)}" for k, v in reversed(list(enumerate(tanh_c))))}
     text = HEADER
     for name, value in fields.items():
         text = text.replace(f"<{name}>", value)

@@ -9,6 +9,7 @@
 #include "tinyllm/arena.h"
 #include "tinyllm/pool.h"
 #include "tinyllm/kv_pool.h"
+#include "tinyllm/kv_view.h"
 #include "tinyllm/numerics.h"
 #include "tinyllm/softmax.h"
 #include "tinyllm/attention.h"

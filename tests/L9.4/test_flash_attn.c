@@ -68,6 +68,18 @@ static void check_means(int64_t Tq, int64_t Tk, int64_t q_offset, int causal, in
     free(q), free(k), free(v), painted_free(o, Tq), painted_free(lse, Tq);
 }
 
+/* Sixteen keys far below, then one far above: the distance is more than a float holds, and the past counts for nothing. */
+TEST(a_maximum_that_rises_by_more_than_a_float_forgets_the_past)
+{
+    float k[20], v[20], o = 0, lse = 0;
+    const float q = 1;
+    for (int j = 0; j < 20; j++)
+        k[j] = j == 17 ? 3e38f : -3e38f, v[j] = (float)(j + 1);
+    CHECK_STATUS(tl_flash_attn_fwd_f32(&q, k, v, &o, &lse, 1, 1, 1, 1, 20, 1, 1, 0, 0, 0, NULL, 0, 0, NULL, NULL), TL_OK);
+    CHECK_BITS(o, 18.0f, "the value of the one key that counts");
+    CHECK_BITS(lse, 3e38f, "its score");
+}
+
 TEST(tiles_wholly_before_the_window)
 {
     double want[640];

@@ -23,6 +23,7 @@
 
 #include "arena.h"
 #include "kv_pool.h"
+#include "kv_view.h"
 #include "pool.h"
 
 #define TL_ATTN_TILE 16    /* positions in one vector of scores, anchored at absolute position 0 */
@@ -75,6 +76,56 @@ TL_API tl_status tl_flash_attn_fwd_f32(const float *q, const float *k, const flo
 TL_API tl_status tl_paged_attn_decode_f32(const float *q, const tl_kv_pool *kv, uint32_t layer, const uint32_t *block_tables,
                                           int32_t max_blocks, const int32_t *ctx_lens, float *out, int64_t B, int64_t H,
                                           int64_t Hkv, int64_t D, float scale, int64_t window, tl_pool *tp);
+
+/* What tl_paged_attn_f32 is told. Set `size`, zero the rest, and fill in what is meant: later versions add members behind,
+ * and take a smaller size for what it was.
+ *
+ * Rows. Sequence s owns the q_len = cu_seqlens_q[s+1] - cu_seqlens_q[s] rows from cu_seqlens_q[s] on; its row i stands at
+ * position p = ctx_lens[s] - q_len + i, so that the last one is the newest position. Without cu_seqlens_q every sequence
+ * owns one. q_len 0 is legal and reads nothing. A row sees key j when j <= p and (window <= 0 or j > p - window).
+ *
+ * The order of operations for a score, each rounded once:
+ *
+ *     s = scale * dot
+ *     s = cap * tanh(s / cap)              where logits_softcap = cap > 0
+ *     s = fma(alibi_slopes[h], j - p, s)   where given
+ *
+ * then the maximum, the exponentials, the values and the sink as everywhere in this header. */
+typedef struct {
+    uint64_t size;               /* sizeof(tl_paged_attn_args) */
+    const tl_kv_view *view;
+    const float *q;              /* [total_q, H, head_dim_k], strides below; innermost contiguous */
+    float *out;                  /* [total_q, H, head_dim_v], likewise; written */
+    float *lse;                  /* [total_q, H] contiguous, written; or NULL */
+    int64_t q_token_stride, q_head_stride, out_token_stride, out_head_stride; /* elements */
+    int64_t B, H;
+    const int32_t *cu_seqlens_q; /* [B+1], from 0, not decreasing; NULL: one row a sequence */
+    const int32_t *ctx_lens;     /* [B] tokens, a sequence's own rows included; >= q_len, and >= 1 without cu_seqlens_q */
+    const uint32_t *block_tables;/* [B] rows of table_stride entries; only entries that hold a visible position are read */
+    int64_t table_stride;        /* also how many entries a table has */
+    int64_t window;              /* <= 0: none */
+    const float *alibi_slopes;   /* [H], or NULL */
+    const float *sink_logits;    /* [H], or NULL: joins each row's denominator once; -inf is no sink */
+    float scale;
+    float logits_softcap;        /* > 0, or 0: none */
+    tl_pool *tp;                 /* who works; NULL: the calling thread */
+} tl_paged_attn_args;
+
+/* Attention of any rows of any sequences over paged memory: decode, chunked prefill, the check of a draft, and any mixture
+ * of them in one call, with any combination of options. Every row has the bits that plain decode at its position has.
+ *
+ * Allocates nothing, takes some 60 KB of stack on each thread and no lock but the pool's.
+ * A view is sound when its dtype is one of the three, block_tokens, n_kv_heads and head dims are at least 1, n_blocks >= 0, the
+ * strides are not negative and do not let two elements of K (or two of V) share memory, and its last element can be
+ * addressed. K and V may share memory with each other.
+ * Errors, out and lse untouched; the first of these decides: TL_EINVAL for args NULL or a size that is not this version's;
+ * a NULL pointer (view, its k or v, q, out, ctx_lens, block_tables), a view that is not sound, B < 0, table_stride < 1,
+ * a scale that is NaN, a softcap that is negative, infinite or NaN; TL_ESHAPE for H < 1 or no multiple of the view's KV
+ * heads; TL_EINVAL for out strides that let two rows share memory, a size beyond the address space; TL_EUNSUPPORTED for a
+ * TINYLLM_ISA that is not here; then sequence by sequence TL_EINVAL for cu_seqlens_q that does not begin at 0 or decreases,
+ * a context length below q_len (or below 1) or beyond the table, an entry that would be read and names no block; TL_EINVAL
+ * where out or lse overlaps an input or the other; TL_EBUSY last. B == 0 with all else in order: TL_OK. */
+TL_API tl_status tl_paged_attn_f32(const tl_paged_attn_args *args);
 
 TL_END_DECLS
 

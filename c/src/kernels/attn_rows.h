@@ -22,12 +22,21 @@ struct kv_side {
 
 struct kv_view {
     struct kv_side k, v;
-    tl_dtype dtype; /* of both: TL_F16 or TL_F32 */
-    int64_t block_tokens, head_dim;
+    tl_dtype dtype; /* of both: TL_F32, TL_F16 or TL_BF16 */
+    int64_t block_tokens, k_dim, v_dim;
 };
 
+/* The same of a sound view. */
+static inline struct kv_view attn_view_of(const tl_kv_view *v)
+{
+    return (struct kv_view){.k = {v->k, v->k_block_stride, v->k_head_stride, v->k_token_stride},
+                            .v = {v->v, v->v_block_stride, v->v_head_stride, v->v_token_stride},
+                            .dtype = (tl_dtype)v->dtype, .block_tokens = v->block_tokens,
+                            .k_dim = v->head_dim_k, .v_dim = v->head_dim_v};
+}
+
 enum {
-    ATTN_ROWS = 16,        /* most rows of one job */
+    ATTN_ROWS = 32,        /* most rows of one job */
     ATTN_ROW_BLOCK = 4,    /* most rows whose dots and values share registers */
     ATTN_ACC = 4096,       /* floats of unnormalised values a job holds */
     ATTN_SCORES = 4096,    /* floats of exponentiated scores a job holds: a run of ATTN_ROWS rows, or a split of one */
@@ -41,11 +50,12 @@ enum {
 
 /* One query row: it sees positions lo .. hi-1 (none where lo >= hi). */
 struct attn_row {
-    const float *q; /* [head_dim] */
-    float *out;     /* [head_dim]; holds the merge of the finished splits while the job runs */
+    const float *q; /* [k_dim] */
+    float *out;     /* [v_dim]; holds the merge of the finished splits while the job runs */
     float *lse;     /* or NULL */
     float sink;     /* -inf: none */
-    int64_t lo, hi;
+    float slope;    /* ALiBi's, where the job has it */
+    int64_t pos, lo, hi;
 };
 
 /* Positions lo .. hi-1 of one KV head of one sequence. */
@@ -84,7 +94,7 @@ struct attn_work {
     float x_scale[ATTN_ROWS], y_scale[ATTN_ROWS];
     enum attn_join join[ATTN_ROWS];
     const float *q;                         /* q_copy, or the only row of a wide head where it lies */
-    int64_t q_stride;                       /* floats of a row in it */
+    int64_t q_stride, acc_stride;           /* floats of a row in it and in acc */
 
     /* The walk: tiles are found ATTN_AHEAD before they are scored. Number n of the walk is ring[n % ATTN_RING] and again
      * ATTN_RING further on, so that those after it follow in memory. */
@@ -102,20 +112,27 @@ struct attn_job {
     const struct kv_view *view;
     const uint32_t *block_table; /* of the sequence */
     int64_t kv_head;
-    float scale;
+    float scale, softcap; /* 0: none */
+    bool has_alibi;
     struct attn_work *work;
     const struct attn_path *next; /* what the caller will walk after this, to be fetched early; or NULL */
-    int n_rows; /* 1 .. attn_max_rows(head_dim) */
-    struct attn_row row[ATTN_ROWS];
+    int n_rows; /* 1 .. attn_max_rows(k_dim, v_dim) */
+    const struct attn_row *row;
 };
 
-/* How many rows of this width one job takes: as many as have room for their values, or one. */
-static inline int attn_max_rows(int64_t head_dim)
+/* Floats of a row so wide, on whole vectors. */
+static inline int64_t attn_padded(int64_t dim)
 {
-    if (head_dim <= ATTN_ACC / ATTN_ROWS)
+    return (dim + 15) / 16 * 16;
+}
+
+/* How many rows of these widths one job takes: as many as have room for their queries and values, or one. */
+static inline int attn_max_rows(int64_t k_dim, int64_t v_dim)
+{
+    const int64_t dim = k_dim > v_dim ? k_dim : v_dim;
+    if (dim <= ATTN_ACC / ATTN_ROWS)
         return ATTN_ROWS;
-    const int64_t padded = (head_dim + 15) / 16 * 16;
-    return padded <= ATTN_ACC ? (int)(ATTN_ACC / padded) : 1;
+    return attn_padded(dim) <= ATTN_ACC ? (int)(ATTN_ACC / attn_padded(dim)) : 1;
 }
 
 #endif

@@ -48,12 +48,13 @@ typedef void absorb_fn(const job_t *job, int r0, struct run run);
 #endif
 
 EACH_COUNT(DEFINE_BLOCK, TL_F16)
+EACH_COUNT(DEFINE_BLOCK, TL_BF16)
 EACH_COUNT(DEFINE_BLOCK, TL_F32)
 EACH_COUNT(DEFINE_ABSORB, )
 static const struct {
     score_fn *score;
     values_fn *values;
-} block_fns[][V16_ROWS + 1] = {EACH_COUNT(ENTER_BLOCK, TL_F16) EACH_COUNT(ENTER_BLOCK, TL_F32)};
+} block_fns[][V16_ROWS + 1] = {EACH_COUNT(ENTER_BLOCK, TL_F16) EACH_COUNT(ENTER_BLOCK, TL_BF16) EACH_COUNT(ENTER_BLOCK, TL_F32)};
 static absorb_fn *const absorb_fns[V16_ROWS + 1] = {EACH_COUNT(ENTER_ABSORB, )};
 
 V16_INLINE int rows_of_block(const job_t *job, int r0)
@@ -141,8 +142,7 @@ static void join_columns(const job_t *job, struct columns columns)
 /* All columns together, run by run. The values of a lone split stay in acc. */
 static void narrow_split(const job_t *job, struct run split, bool lone)
 {
-    const int64_t dim = job->view->head_dim;
-    const struct columns all = {0, dim, (dim + 15) / 16 * 16};
+    const struct columns all = {0, job->view->v_dim, job->work->acc_stride};
     for (int64_t t = split.first; t < split.end; t += ATTN_RUN_TILES) {
         const struct run run = {t, min64(t + ATTN_RUN_TILES, split.end), 0, t == split.first};
         const struct tile_rows *rows = rows_here(job->work);
@@ -157,7 +157,7 @@ static void narrow_split(const job_t *job, struct run split, bool lone)
 /* Scores of the whole split first, then the columns in pieces that fit, with a walk for each. */
 static void wide_split(const job_t *job, struct run split)
 {
-    const int64_t dim = job->view->head_dim, from = max64(split.first * 16, job->work->path.lo);
+    const int64_t dim = job->view->v_dim, from = max64(split.first * 16, job->work->path.lo);
     score_run(job, split);
     join_split(job);
     for (int64_t first = 0; first < dim; first += ATTN_ACC) {
@@ -203,7 +203,7 @@ static float join_sink(float sink, float *m, float *denominator)
 static void finish_row(const job_t *job, int r, const float *values)
 {
     const struct attn_row *row = &job->row[r];
-    const int64_t dim = job->view->head_dim;
+    const int64_t dim = job->view->v_dim;
     float m = job->work->max[r], denominator = job->work->denominator[r], lse = 0;
     const bool empty = m == -INFINITY, has_sink = row->sink != -INFINITY;
     if (has_sink && !(row->sink < INFINITY)) {
@@ -234,9 +234,10 @@ static void finish_row(const job_t *job, int r, const float *values)
 static void line_up_queries(const job_t *job, bool narrow)
 {
     work_t *work = job->work;
-    const int64_t dim = job->view->head_dim;
+    const int64_t dim = job->view->k_dim;
     work->q = narrow ? work->q_copy : job->row[0].q;
-    work->q_stride = (dim + 15) / 16 * 16;
+    work->q_stride = attn_padded(dim);
+    work->acc_stride = attn_padded(job->view->v_dim);
     for (int r = 0; narrow && r < job->n_rows; r++) {
         const int r0 = r / V16_ROWS * V16_ROWS, in_block = rows_of_block(job, r0);
         float *to = work->q_copy + r0 * work->q_stride + (r - r0) * 16;
@@ -250,7 +251,7 @@ void TL_ISA_FN(attn_rows)(const struct attn_job *job);
 
 void TL_ISA_FN(attn_rows)(const struct attn_job *job)
 {
-    const bool narrow = job->n_rows * ((job->view->head_dim + 15) / 16 * 16) <= ATTN_ACC;
+    const bool narrow = job->n_rows * attn_padded(max64(job->view->k_dim, job->view->v_dim)) <= ATTN_ACC;
     line_up_queries(job, narrow);
     find_path(job);
     for (int r = 0; r < job->n_rows; r++)
@@ -270,5 +271,5 @@ void TL_ISA_FN(attn_rows)(const struct attn_job *job)
         t = split.end;
     }
     for (int r = 0; r < job->n_rows; r++)
-        finish_row(job, r, lone ? job->work->acc + r * job->work->q_stride : job->row[r].out);
+        finish_row(job, r, lone ? job->work->acc + r * job->work->acc_stride : job->row[r].out);
 }

@@ -43,6 +43,8 @@ V16_INLINE void grant(struct wish wish, int k, tl_dtype dtype)
 {
     if (wish.row)
         fetch_ahead(wish.row + 4 * k, wish.d, dtype);
+    if (wish.row && dtype == TL_F32) /* the other half of 32 elements */
+        fetch_ahead(wish.row + 4 * k, wish.d + 16, dtype);
 }
 
 /* Lanes lane .. lane+V16_REG_LANES-1 of the elements d .. d+15 of n_keys keys with n_rows rows. Sixteen elements of a row
@@ -146,15 +148,16 @@ static __attribute__((noinline)) bool raise_maxima(work_t *work, int r0, int n_r
         if (!v16_all_le(s, v16_set1(FLT_MAX)) || !(m[r] > -INFINITY && m[r] < INFINITY))
             return false;
     }
-    note->rescaled = true;
     for (int r = 0; r < n_rows; r++) {
+        const float old = work->split_max[r0 + r];
         note->alpha[r] = 1;
-        if (m[r] > work->split_max[r0 + r]) {
-            const v16 alpha = canon_exp_below(v16_set1(work->split_max[r0 + r] - m[r]));
+        if (m[r] > old && old > -INFINITY) { /* from -inf on there is nothing yet to rescale */
+            const v16 alpha = canon_exp_below(v16_set1(old - m[r]));
             v16_store(work->sum[r0 + r], v16_mul(v16_load(work->sum[r0 + r]), alpha));
             note->alpha[r] = v16_first(alpha);
-            work->split_max[r0 + r] = m[r];
+            note->rescaled = true;
         }
+        work->split_max[r0 + r] = m[r];
     }
     return work->steady[r0 / V16_ROWS] = true;
 }
@@ -233,6 +236,22 @@ V16_INLINE void absorb_tile(const job_t *job, int r0, int n_rows, struct run run
     });
 }
 
+/* What some models do to a scaled score: a soft cap, then a slope over the distance to the key. */
+static __attribute__((noinline)) void bend_scores(const job_t *job, int r0, int n_rows, int64_t t, float *score)
+{
+    static const float lane_number[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const v16 cap = v16_set1(job->softcap), lane = v16_load(lane_number);
+    for (int r = 0; r < n_rows; r++) {
+        const struct attn_row *row = &job->row[r0 + r];
+        v16 s = v16_load(score + 16 * r);
+        if (job->softcap > 0)
+            s = v16_mul(cap, canon_tanh(v16_div(s, cap)));
+        if (job->has_alibi)
+            s = v16_fma(v16_set1(row->slope), v16_add(v16_set1((float)(t * 16 - row->pos)), lane), s);
+        v16_store(score + 16 * r, s);
+    }
+}
+
 /* The scores of a block of rows and a tile. The first block fetches for all. */
 V16_INLINE void score_tile(const job_t *job, int r0, int n_rows, struct run run, int64_t t, const struct tile_rows *rows, tl_dtype dtype)
 {
@@ -240,9 +259,11 @@ V16_INLINE void score_tile(const job_t *job, int r0, int n_rows, struct run run,
     float *score = work->score + place_of(run, r0, t) * V16_ROWS * 16;
     v16 dot[4];
     const bool fetches = r0 == 0 && rows[ATTN_AHEAD].found;
-    tile_dots(n_rows, work->q + r0 * work->q_stride, rows->key, job->view->head_dim, dtype, fetches,
+    tile_dots(n_rows, work->q + r0 * work->q_stride, rows->key, job->view->k_dim, dtype, fetches,
               slots_of(t, work->path.lo, work->path.hi), dot);
     EACH_OF_4(r, n_rows, v16_store(score + 16 * r, v16_mul(v16_set1(job->scale), dot[r])));
+    if (job->softcap > 0 || job->has_alibi)
+        bend_scores(job, r0, n_rows, t, score);
 }
 
 #endif

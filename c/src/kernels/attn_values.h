@@ -39,7 +39,7 @@ V16_INLINE void add_values(const job_t *job, int r0, int n_rows, struct run run,
         if (__builtin_expect(note->alike, 1)) {
             for (int j = note->lo[0]; j < note->hi[0]; j++) {
                 if (j == fetched) {
-                    for (int64_t e = 0; e < job->view->head_dim; e += 64 / element_bytes(dtype))
+                    for (int64_t e = 0; e < job->view->v_dim; e += 64 / element_bytes(dtype))
                         fetch_ahead(rows->value + j, e, dtype);
                     fetched += (int)passes;
                 }

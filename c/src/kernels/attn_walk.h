@@ -41,17 +41,23 @@ V16_INLINE int64_t element_bytes(tl_dtype dtype)
 
 V16_INLINE v16 load_kv(const void *row, int64_t d, tl_dtype dtype)
 {
-    return dtype == TL_F32 ? v16_load((const float *)row + d) : v16_load_f16((const uint16_t *)row + d);
+    return dtype == TL_F32   ? v16_load((const float *)row + d)
+           : dtype == TL_F16 ? v16_load_f16((const uint16_t *)row + d)
+                             : v16_load_bf16((const uint16_t *)row + d);
 }
 
 V16_INLINE v16 load_kv_n(const void *row, int64_t d, int64_t n, tl_dtype dtype)
 {
-    return dtype == TL_F32 ? v16_load_n((const float *)row + d, n) : v16_load_f16_n((const uint16_t *)row + d, n);
+    return dtype == TL_F32   ? v16_load_n((const float *)row + d, n)
+           : dtype == TL_F16 ? v16_load_f16_n((const uint16_t *)row + d, n)
+                             : v16_load_bf16_n((const uint16_t *)row + d, n);
 }
 
 V16_INLINE vreg load_kv_reg(const void *row, int64_t d, tl_dtype dtype)
 {
-    return dtype == TL_F32 ? vreg_load((const float *)row + d) : vreg_load_f16((const uint16_t *)row + d);
+    return dtype == TL_F32   ? vreg_load((const float *)row + d)
+           : dtype == TL_F16 ? vreg_load_f16((const uint16_t *)row + d)
+                             : vreg_load_bf16((const uint16_t *)row + d);
 }
 
 /* ---- finding tiles ---- */

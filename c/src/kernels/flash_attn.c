@@ -109,15 +109,16 @@ static void attend_rows(const struct prefill *f, int64_t batch, int64_t kv_head,
 {
     static const uint32_t only_block = 0;
     static const float nothing;
-    const int64_t n_rows = f->H / f->Hkv * f->Tq, head = batch * f->Hkv + kv_head, max_rows = attn_max_rows(f->D);
+    const int64_t n_rows = f->H / f->Hkv * f->Tq, head = batch * f->Hkv + kv_head, max_rows = attn_max_rows(f->D, f->D);
     const int64_t at = head * f->Tk * f->D;
     const bool there = f->Tk > 0 && f->D > 0;
     const struct kv_view view = {.k = {there ? f->k + at : &nothing, 0, 0, f->D}, .v = {there ? f->v + at : &nothing, 0, 0, f->D},
-                                 .dtype = TL_F32, .block_tokens = f->Tk, .head_dim = f->D};
-    struct attn_job job = {.view = &view, .block_table = &only_block, .kv_head = 0, .scale = f->scale, .work = work};
+                                 .dtype = TL_F32, .block_tokens = f->Tk, .k_dim = f->D, .v_dim = f->D};
+    struct attn_row row[ATTN_ROWS];
+    struct attn_job job = {.view = &view, .block_table = &only_block, .kv_head = 0, .scale = f->scale, .work = work, .row = row};
     job.n_rows = (int)(n_rows - first < max_rows ? n_rows - first : max_rows);
     for (int r = 0; r < job.n_rows; r++)
-        job.row[r] = row_of(f, batch, kv_head, first + r);
+        row[r] = row_of(f, batch, kv_head, first + r);
     f->kernels->attn_rows(&job);
 }
 
@@ -125,7 +126,7 @@ static void attend_jobs(void *ctx, int64_t lo, int64_t hi, int worker)
 {
     const struct prefill *f = ctx;
     for (int64_t i = lo; i < hi; i++) {
-        const int64_t head = i / f->jobs_per_head, first = i % f->jobs_per_head * attn_max_rows(f->D);
+        const int64_t head = i / f->jobs_per_head, first = i % f->jobs_per_head * attn_max_rows(f->D, f->D);
         attend_rows(f, head / f->Hkv, head % f->Hkv, first, f->work + worker);
     }
 }
@@ -135,7 +136,7 @@ static tl_status run(struct prefill *f, tl_arena *scratch, tl_pool *tp)
     f->work = tl_arena_alloc(scratch, (size_t)tl_pool_threads(tp) * sizeof *f->work, _Alignof(struct attn_work));
     if (!f->work)
         return tl_fail(TL_ENOMEM, FN, "scratch cannot grow by %zu bytes", (size_t)tl_pool_threads(tp) * sizeof *f->work);
-    f->jobs_per_head = (f->H / f->Hkv * f->Tq - 1) / attn_max_rows(f->D) + 1;
+    f->jobs_per_head = (f->H / f->Hkv * f->Tq - 1) / attn_max_rows(f->D, f->D) + 1;
     const tl_fpenv caller = tl_fpenv_enter();
     const int64_t n_jobs = f->B * f->Hkv * f->jobs_per_head;
     const bool shared = tl_worth_sharing((double)f->B * (double)f->Tq * (double)f->Tk * (double)f->D, 0, (double)f->H);

@@ -32,16 +32,6 @@ struct step {
 
 enum { MAX_CLASSES = 4, RANGES_PER_THREAD = 4 };
 
-/* The view of one layer of a pool: block 0's slabs, and the way from there. */
-static struct kv_view view_of_pool(const tl_kv_pool *kv, uint32_t layer, const tl_kv_cfg *cfg)
-{
-    const int64_t block = (int64_t)(tl_kv_block_bytes(kv) / sizeof(uint16_t));
-    const int64_t head = (int64_t)cfg->block_tokens * cfg->head_dim;
-    const struct kv_side k = {tl_kv_block_ptr(kv, 0, layer, 0), block, head, cfg->head_dim};
-    const struct kv_side v = {tl_kv_block_ptr(kv, 0, layer, 1), block, head, cfg->head_dim};
-    return (struct kv_view){k, v, cfg->dtype, cfg->block_tokens, cfg->head_dim};
-}
-
 /* The first position a query at the end of n positions sees. */
 static int64_t first_visible(int64_t n, int64_t window)
 {
@@ -127,14 +117,16 @@ static void attend_group(const struct step *s, int64_t unit, const struct attn_p
 {
     const int64_t group = s->H / s->Hkv, first_row = unit * group;
     const struct attn_path path = path_of(s, unit);
-    struct attn_job job = {.view = &s->view, .block_table = path.block_table, .kv_head = path.kv_head, .scale = s->scale, .work = work};
-    const int max_rows = attn_max_rows(s->D);
+    struct attn_row row[ATTN_ROWS];
+    struct attn_job job = {.view = &s->view, .block_table = path.block_table, .kv_head = path.kv_head, .scale = s->scale, .work = work,
+                           .row = row};
+    const int max_rows = attn_max_rows(s->D, s->D);
     for (int64_t g = 0; g < group; g += job.n_rows) {
         job.n_rows = (int)(group - g < max_rows ? group - g : max_rows);
         job.next = g + job.n_rows < group ? &path : next;
         for (int r = 0; r < job.n_rows; r++) {
             const int64_t at = (first_row + g + r) * s->D;
-            job.row[r] = (struct attn_row){s->q + at, s->out + at, NULL, -INFINITY, path.lo, path.hi};
+            row[r] = (struct attn_row){.q = s->q + at, .out = s->out + at, .sink = -INFINITY, .lo = path.lo, .hi = path.hi};
         }
         s->kernels->attn_rows(&job);
     }
@@ -199,7 +191,9 @@ tl_status tl_paged_attn_decode_f32(const float *q, const tl_kv_pool *kv, uint32_
         return tl_fail(TL_EUNSUPPORTED, FN, "pool format %lld with dtype %lld", (long long)cfg.format, (long long)cfg.dtype);
     TL_TRY(tl_kernels_require(FN, &s.kernels));
     TL_TRY(check_rest(&s, &cfg, tp));
-    s.view = view_of_pool(kv, layer, &cfg);
+    tl_kv_view view;
+    TL_TRY(tl_kv_pool_view(kv, layer, &view));
+    s.view = attn_view_of(&view);
     const tl_fpenv caller = tl_fpenv_enter();
     const tl_status status = run(&s, tp);
     tl_fpenv_leave(caller);

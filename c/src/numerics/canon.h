@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* canon.h: the canonical arithmetic (numerics version 1) in sixteen-lane operations: exp, log, the maximum that keeps
+/* canon.h: the canonical arithmetic (numerics version 1) in sixteen-lane operations: exp, tanh, log, the maximum that keeps
  * NaN.
  *
  * This text fixes the bits. It is compiled once per instruction set and must not mention one; every operation is one
@@ -56,6 +56,20 @@ V16_INLINE v16 canon_exp(v16 x)
 V16_INLINE float canon_exp1(float x)
 {
     return v16_first(canon_exp(v16_set1(x)));
+}
+
+/* tanh x by the order in coef.h. */
+V16_INLINE v16 canon_tanh(v16 x)
+{
+    const v16 a = v16_with_sign(x, v16_zero()), z = v16_mul(a, a), one = v16_set1(1);
+    v16 p = v16_set1(TANH_C0);
+    p = v16_fma(p, z, v16_set1(TANH_C1));
+    p = v16_fma(p, z, v16_set1(TANH_C2));
+    p = v16_fma(p, z, v16_set1(TANH_C3));
+    p = v16_fma(p, z, v16_set1(TANH_C4));
+    const v16 small = v16_fma(a, v16_mul(p, z), a);
+    const v16 large = v16_sub(one, v16_div(v16_set1(2), v16_add(canon_exp(v16_add(a, a)), one)));
+    return v16_where_nan(x, v16_set1(canon_nan()), v16_with_sign(v16_where_gt(v16_set1(TANH_SMALL), a, small, large), x));
 }
 
 /* ln x by the order in coef.h, for x positive and normal; the ends as logf has them. */

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* coef.h: the constants of exp and log and the exact order in which they are used. Printed by
- * tools/fit_exp_log.py.
+/* coef.h: the constants of exp, log and tanh and the exact order in which they are used. Printed by
+ * tools/fit_coef.py.
  *
  * Words: add, sub, mul and fma are f32 operations with one rounding each, to nearest even; bits(x) is the
  * word of a float, float(w) its inverse; words add modulo 2^32; everything else is integer arithmetic.
@@ -25,7 +25,16 @@
  *     s = fma(n, LOG_LN2_LO, s)
  *     s = add(g, s)
  *     result = fma(n, LOG_LN2_HI, s)
- *     +-0: -inf; +inf: +inf; NaN and below 0: 0x7FC00000; log(1) is +0. A subnormal x is not asked for. */
+ *     +-0: -inf; +inf: +inf; NaN and below 0: 0x7FC00000; log(1) is +0. A subnormal x is not asked for.
+ *
+ * tanh(x): a = |x|, and the result has the sign of x; 0x7FC00000 where x is NaN
+ *     where a < TANH_SMALL:
+ *         z = mul(a, a)
+ *         p = TANH_C0; p = fma(p, z, TANH_C1); ... ; p = fma(p, z, TANH_C4)
+ *         result = fma(a, mul(p, z), a)
+ *     else:
+ *         e = add(exp(add(a, a)), 1)
+ *         result = sub(1, 2 / e)           one rounded division; 1 from a = 9.011 on, +inf included */
 #ifndef TL_COEF_H
 #define TL_COEF_H
 
@@ -57,5 +66,13 @@
 #define LOG_C8 -0x1.0f4f0ep-3f
 #define LOG_C9 0x1.087e6p-3f
 #define LOG_C10 -0x1.383ebcp-4f
+
+/* tanh: within 1.371 ulp for every float (worst: x = 0x1.42ac4ep-1, the word 0x3F215627); the polynomial alone within 0.08. */
+#define TANH_SMALL 0x1.4p-1f
+#define TANH_C0 -0x1.750ce2p-8f
+#define TANH_C1 0x1.51f8cep-6f
+#define TANH_C2 -0x1.b835a4p-5f
+#define TANH_C3 0x1.1106f6p-3f
+#define TANH_C4 -0x1.555532p-2f
 
 #endif

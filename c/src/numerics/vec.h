@@ -7,7 +7,9 @@
  *   v16_load_n, v16_store_n            p[0..n-1] only, 0 <= n <= 16; lanes from n on load as +0
  *   v16_load_f16[_n], v16_store_f16[_n]  the same from and to f16: widened exactly (NaN quiet), rounded to nearest even
  *                                        (NaN 0x7E00)
- *   v16_add, v16_sub, v16_mul          one rounding each
+ *   v16_load_bf16[_n]                  from bf16, widened by a shift
+ *   v16_add, v16_sub, v16_mul, v16_div one rounding each
+ *   v16_with_sign(x, s)                |x| with the sign of s
  *   v16_fma(a, b, c)                   a*b + c with one rounding;  f32_fma: the same for one float
  *   v16_fma_n(a, b, c, n)              lanes from n on keep c
  *   v16_max(x, y)                      x > y ? x : y        (NaN: y)
@@ -28,7 +30,7 @@
  * A v16 is V16_REGS registers of V16_REG_LANES lanes. Dots are summed a register at a time, so that a small register file
  * holds several keys and rows at once:
  *
- *   vreg, vreg_zero, vreg_load, vreg_load_f16, vreg_fma   as for v16, on one register
+ *   vreg, vreg_zero, vreg_load, vreg_load_f16, vreg_load_bf16, vreg_fma   as for v16, on one register
  *   vreg_keep(x)                                          x, in a register: not read from memory again for each use
  *   v16_of(r)                                             the sixteen lanes of r[0 .. V16_REGS-1]
  *

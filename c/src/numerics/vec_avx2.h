@@ -90,6 +90,23 @@ V16_INLINE v16 v16_load_f16_n(const uint16_t *p, int64_t n)
     return v16_load_f16(lanes);
 }
 
+V16_INLINE __m256 widen_bf16(const uint16_t *p)
+{
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16));
+}
+
+V16_INLINE v16 v16_load_bf16(const uint16_t *p)
+{
+    return (v16){widen_bf16(p), widen_bf16(p + 8)};
+}
+
+V16_INLINE v16 v16_load_bf16_n(const uint16_t *p, int64_t n)
+{
+    uint16_t lanes[16] = {0};
+    memcpy(lanes, p, (size_t)n * sizeof *p);
+    return v16_load_bf16(lanes);
+}
+
 V16_INLINE void v16_store_f16(uint16_t *p, v16 x)
 {
     _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(x.lo, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
@@ -120,6 +137,18 @@ V16_INLINE v16 v16_sub(v16 a, v16 b)
 V16_INLINE v16 v16_mul(v16 a, v16 b)
 {
     return (v16){_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)};
+}
+
+V16_INLINE v16 v16_div(v16 a, v16 b)
+{
+    return (v16){_mm256_div_ps(a.lo, b.lo), _mm256_div_ps(a.hi, b.hi)};
+}
+
+V16_INLINE v16 v16_with_sign(v16 x, v16 sign)
+{
+    const __m256 top = _mm256_set1_ps(-0.0f);
+    return (v16){_mm256_or_ps(_mm256_and_ps(top, sign.lo), _mm256_andnot_ps(top, x.lo)),
+                 _mm256_or_ps(_mm256_and_ps(top, sign.hi), _mm256_andnot_ps(top, x.hi))};
 }
 
 V16_INLINE v16 v16_fma(v16 a, v16 b, v16 c)
@@ -210,6 +239,11 @@ V16_INLINE vreg vreg_load(const float *p)
 V16_INLINE vreg vreg_load_f16(const uint16_t *p)
 {
     return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+}
+
+V16_INLINE vreg vreg_load_bf16(const uint16_t *p)
+{
+    return widen_bf16(p);
 }
 
 V16_INLINE vreg vreg_fma(vreg a, vreg b, vreg c)

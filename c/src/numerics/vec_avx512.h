@@ -65,6 +65,21 @@ V16_INLINE v16 v16_load_f16_n(const uint16_t *p, int64_t n)
     return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(v16_below(n), p));
 }
 
+V16_INLINE __m512 widen_bf16(__m256i h)
+{
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16));
+}
+
+V16_INLINE v16 v16_load_bf16(const uint16_t *p)
+{
+    return widen_bf16(_mm256_loadu_si256((const __m256i *)p));
+}
+
+V16_INLINE v16 v16_load_bf16_n(const uint16_t *p, int64_t n)
+{
+    return widen_bf16(_mm256_maskz_loadu_epi16(v16_below(n), p));
+}
+
 V16_INLINE __m256i v16_to_f16(v16 x)
 {
     const __m256i h = _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -95,6 +110,16 @@ V16_INLINE v16 v16_sub(v16 a, v16 b)
 V16_INLINE v16 v16_mul(v16 a, v16 b)
 {
     return _mm512_mul_ps(a, b);
+}
+
+V16_INLINE v16 v16_div(v16 a, v16 b)
+{
+    return _mm512_div_ps(a, b);
+}
+
+V16_INLINE v16 v16_with_sign(v16 x, v16 sign)
+{
+    return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(_mm512_set1_epi32(INT32_MIN), _mm512_castps_si512(sign), _mm512_castps_si512(x), 0xCA));
 }
 
 V16_INLINE v16 v16_fma(v16 a, v16 b, v16 c)
@@ -165,6 +190,7 @@ V16_INLINE float v16_fold(v16 x)
 #define vreg_zero v16_zero
 #define vreg_load v16_load
 #define vreg_load_f16 v16_load_f16
+#define vreg_load_bf16 v16_load_bf16
 #define vreg_fma v16_fma
 #define vreg_keep(x) (x)
 

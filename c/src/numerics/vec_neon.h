@@ -72,6 +72,25 @@ V16_INLINE v16 v16_load_f16_n(const uint16_t *p, int64_t n)
     return v16_load_f16(lanes);
 }
 
+V16_INLINE float32x4_t widen_bf16(const uint16_t *p)
+{
+    return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16));
+}
+
+V16_INLINE v16 v16_load_bf16(const uint16_t *p)
+{
+    v16 y;
+    QUARTERS y.q[i] = widen_bf16(p + 4 * i);
+    return y;
+}
+
+V16_INLINE v16 v16_load_bf16_n(const uint16_t *p, int64_t n)
+{
+    uint16_t lanes[16] = {0};
+    memcpy(lanes, p, (size_t)n * sizeof *p);
+    return v16_load_bf16(lanes);
+}
+
 V16_INLINE void v16_store_f16(uint16_t *p, v16 x)
 {
     QUARTERS
@@ -105,6 +124,18 @@ V16_INLINE v16 v16_mul(v16 a, v16 b)
 {
     QUARTERS a.q[i] = vmulq_f32(a.q[i], b.q[i]);
     return a;
+}
+
+V16_INLINE v16 v16_div(v16 a, v16 b)
+{
+    QUARTERS a.q[i] = vdivq_f32(a.q[i], b.q[i]);
+    return a;
+}
+
+V16_INLINE v16 v16_with_sign(v16 x, v16 sign)
+{
+    QUARTERS x.q[i] = vbslq_f32(vdupq_n_u32(0x80000000u), sign.q[i], x.q[i]);
+    return x;
 }
 
 V16_INLINE v16 v16_fma(v16 a, v16 b, v16 c)
@@ -219,6 +250,11 @@ V16_INLINE vreg vreg_load(const float *p)
 V16_INLINE vreg vreg_load_f16(const uint16_t *p)
 {
     return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
+}
+
+V16_INLINE vreg vreg_load_bf16(const uint16_t *p)
+{
+    return widen_bf16(p);
 }
 
 V16_INLINE vreg vreg_fma(vreg a, vreg b, vreg c)

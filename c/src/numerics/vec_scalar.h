@@ -87,6 +87,19 @@ V16_INLINE v16 v16_load_f16(const uint16_t *p)
     return v16_load_f16_n(p, 16);
 }
 
+V16_INLINE v16 v16_load_bf16_n(const uint16_t *p, int64_t n)
+{
+    v16 y = v16_zero();
+    for (int64_t i = 0; i < n; i++)
+        y.lane[i] = lowp_bf16_to_f32(p[i]);
+    return y;
+}
+
+V16_INLINE v16 v16_load_bf16(const uint16_t *p)
+{
+    return v16_load_bf16_n(p, 16);
+}
+
 V16_INLINE void v16_store_f16_n(uint16_t *p, v16 x, int64_t n)
 {
     for (int64_t i = 0; i < n; i++)
@@ -114,6 +127,18 @@ V16_INLINE v16 v16_mul(v16 a, v16 b)
 {
     LANES a.lane[i] *= b.lane[i];
     return a;
+}
+
+V16_INLINE v16 v16_div(v16 a, v16 b)
+{
+    LANES a.lane[i] /= b.lane[i];
+    return a;
+}
+
+V16_INLINE v16 v16_with_sign(v16 x, v16 sign)
+{
+    LANES x.lane[i] = copysignf(x.lane[i], sign.lane[i]);
+    return x;
 }
 
 V16_INLINE v16 v16_fma(v16 a, v16 b, v16 c)
@@ -201,6 +226,7 @@ V16_INLINE float v16_fold(v16 x)
 #define vreg_zero v16_zero
 #define vreg_load v16_load
 #define vreg_load_f16 v16_load_f16
+#define vreg_load_bf16 v16_load_bf16
 #define vreg_fma v16_fma
 #define vreg_keep(x) (x)
 

@@ -1,0 +1,321 @@
+/* SPDX-License-Identifier: MIT */
+/* paged_rows.c: attention of any rows of any sequences over a view of paged memory. Arguments are checked whole, then the
+ * work is cut into units of one KV head and a few neighbouring tokens of the batch, whose rows share walks over K and V as
+ * far as they belong to one sequence.
+ *
+ * Words. token: one of the total_q = cu_seqlens_q[B] query positions of the batch; a token has H rows. */
+#include <math.h>
+#include <stdbool.h>
+
+#include "kernels/attn_rows.h"
+#include "kernels/kernels.h"
+#include "kernels/kv_view.h"
+#include "kernels/shapes.h"
+#include "kernels/sharing.h"
+#include "runtime/fail.h"
+#include "runtime/fpenv.h"
+#include "runtime/pool_run.h"
+
+static const char *const FN = "tl_paged_attn_f32";
+
+struct call {
+    const tl_paged_attn_args *a;
+    const struct tl_kernels *kernels;
+    struct kv_view view;
+    int64_t Hkv, group, total_q;
+    int64_t unit_tokens, head_units; /* tokens of a unit; units of a KV head */
+};
+
+/* ---- the batch ---- */
+
+/* The first token of sequence seq, and of the one behind it. */
+static int64_t first_token(const struct call *c, int64_t seq)
+{
+    return c->a->cu_seqlens_q ? c->a->cu_seqlens_q[seq] : seq;
+}
+
+static int64_t q_len(const struct call *c, int64_t seq)
+{
+    return first_token(c, seq + 1) - first_token(c, seq);
+}
+
+/* The sequence of a token: the last that begins at or before it and has rows. */
+static int64_t sequence_of(const struct call *c, int64_t token)
+{
+    int64_t lo = 0, hi = c->a->B - 1;
+    while (lo < hi) {
+        const int64_t mid = hi - (hi - lo) / 2;
+        if (first_token(c, mid) <= token)
+            lo = mid;
+        else
+            hi = mid - 1;
+    }
+    return lo;
+}
+
+/* The first position that a row at position p sees. */
+static int64_t first_visible(const struct call *c, int64_t p)
+{
+    return c->a->window > 0 && c->a->window <= p ? p - c->a->window + 1 : 0;
+}
+
+/* ---- checks ---- */
+
+static tl_status check_scalars(const tl_paged_attn_args *a)
+{
+    if (a->B < 0)
+        return tl_fail(TL_EINVAL, FN, "B = %lld is negative", (long long)a->B);
+    if (a->table_stride < 1)
+        return tl_fail(TL_EINVAL, FN, "table_stride = %lld is below 1", (long long)a->table_stride);
+    if (a->scale != a->scale)
+        return tl_fail(TL_EINVAL, FN, "scale is NaN");
+    if (!(a->logits_softcap >= 0 && a->logits_softcap < INFINITY))
+        return tl_fail(TL_EINVAL, FN, "logits_softcap = %g is not a number from 0 up", (double)a->logits_softcap);
+    return TL_OK;
+}
+
+static tl_status check_pointers(const tl_paged_attn_args *a)
+{
+    const char *missing = !a->view           ? "view"
+                          : !a->view->k      ? "view: k"
+                          : !a->view->v      ? "view: v"
+                          : !a->q            ? "q"
+                          : !a->out          ? "out"
+                          : !a->ctx_lens     ? "ctx_lens"
+                          : !a->block_tables ? "block_tables"
+                                             : NULL;
+    return missing ? tl_fail(TL_EINVAL, FN, "%s is NULL", missing) : TL_OK;
+}
+
+/* Bytes that the rows [n, H, dim] of floats with these strides reach from their first element, down and up. */
+struct reach {
+    int64_t below, above;
+};
+
+static bool reach_of(int64_t n, int64_t H, int64_t dim, int64_t token_stride, int64_t head_stride, struct reach *reach)
+{
+    int64_t tokens, heads, low, high;
+    *reach = (struct reach){0, 0};
+    if (n == 0)
+        return true;
+    if (__builtin_mul_overflow(n - 1, token_stride, &tokens) || __builtin_mul_overflow(H - 1, head_stride, &heads))
+        return false;
+    low = (tokens < 0 ? tokens : 0), high = (tokens > 0 ? tokens : 0);
+    if (__builtin_add_overflow(low, heads < 0 ? heads : 0, &low) || __builtin_add_overflow(high, heads > 0 ? heads : 0, &high) ||
+        __builtin_add_overflow(high, dim, &high) || __builtin_mul_overflow(low, (int64_t)sizeof(float), &reach->below) ||
+        __builtin_mul_overflow(high, (int64_t)sizeof(float), &reach->above))
+        return false;
+    return reach->above - reach->below <= PTRDIFF_MAX;
+}
+
+/* Rows of out may lie anywhere, but no two in one place: the longer stride steps over all that the shorter one spans. */
+static bool rows_are_apart(int64_t n, int64_t H, int64_t dim, int64_t token_stride, int64_t head_stride)
+{
+    const bool tokens_inside = token_stride < head_stride;
+    const int64_t inner = tokens_inside ? token_stride : head_stride, n_inner = tokens_inside ? n : H;
+    const int64_t outer = tokens_inside ? head_stride : token_stride, n_outer = tokens_inside ? H : n;
+    return (n_inner <= 1 || inner >= dim) && (n_outer <= 1 || outer >= (n_inner > 1 ? (n_inner - 1) * inner : 0) + dim);
+}
+
+static tl_status check_shape(const struct call *c)
+{
+    const tl_paged_attn_args *a = c->a;
+    if (a->H < 1 || a->H % a->view->n_kv_heads != 0)
+        return tl_fail(TL_ESHAPE, FN, "H = %lld is not a positive multiple of the view's %lld KV heads", (long long)a->H,
+                       (long long)a->view->n_kv_heads);
+    return TL_OK;
+}
+
+static tl_status check_size(const struct call *c)
+{
+    const tl_paged_attn_args *a = c->a;
+    struct reach reach;
+    if (!tl_fits_memory(sizeof(uint32_t), 2, (int64_t[]){a->B, a->table_stride}))
+        return tl_fail(TL_EINVAL, FN, "B = %lld tables of %lld do not fit in memory", (long long)a->B, (long long)a->table_stride);
+    const int64_t n = a->B > 0 && c->total_q > 0 ? c->total_q : 0;
+    if (!reach_of(n, a->H, a->view->head_dim_k, a->q_token_stride, a->q_head_stride, &reach))
+        return tl_fail(TL_EINVAL, FN, "q of [%lld, %lld, %lld] with strides %lld, %lld does not fit in memory", (long long)n, (long long)a->H,
+                       (long long)a->view->head_dim_k, (long long)a->q_token_stride, (long long)a->q_head_stride);
+    if (!reach_of(n, a->H, a->view->head_dim_v, a->out_token_stride, a->out_head_stride, &reach) ||
+        !tl_fits_memory(sizeof(float), 3, (int64_t[]){n, a->H, a->view->head_dim_v}))
+        return tl_fail(TL_EINVAL, FN, "out of [%lld, %lld, %lld] with strides %lld, %lld does not fit in memory", (long long)n,
+                       (long long)a->H, (long long)a->view->head_dim_v, (long long)a->out_token_stride, (long long)a->out_head_stride);
+    if (n > 0 && !rows_are_apart(n, a->H, a->view->head_dim_v, a->out_token_stride, a->out_head_stride))
+        return tl_fail(TL_EINVAL, FN, "out of [%lld, %lld, %lld] with strides %lld, %lld has rows that share memory", (long long)n,
+                       (long long)a->H, (long long)a->view->head_dim_v, (long long)a->out_token_stride, (long long)a->out_head_stride);
+    return TL_OK;
+}
+
+static tl_status check_sequence(const struct call *c, int64_t seq)
+{
+    const tl_paged_attn_args *a = c->a;
+    const int64_t n = a->ctx_lens[seq], rows = q_len(c, seq), b = a->view->block_tokens;
+    if (rows < 0)
+        return tl_fail(TL_EINVAL, FN, "cu_seqlens_q[%lld] = %lld decreases from %lld", (long long)seq + 1, (long long)first_token(c, seq + 1),
+                       (long long)first_token(c, seq));
+    if (n < rows || n < 0)
+        return tl_fail(TL_EINVAL, FN, "sequence %lld: ctx_len = %lld is below its %lld rows", (long long)seq, (long long)n,
+                       (long long)rows);
+    if (rows == 0)
+        return TL_OK;
+    const int64_t needed = (n - 1) / b + 1;
+    if (needed > a->table_stride)
+        return tl_fail(TL_EINVAL, FN, "sequence %lld: ctx_len = %lld needs %lld blocks of %lld, table_stride = %lld", (long long)seq,
+                       (long long)n, (long long)needed, (long long)b, (long long)a->table_stride);
+    const uint32_t *table = a->block_tables + seq * a->table_stride;
+    for (int64_t i = first_visible(c, n - rows) / b; i < needed; i++)
+        if (table[i] >= a->view->n_blocks)
+            return tl_fail(TL_EINVAL, FN, "sequence %lld: block_table[%lld] = %lld, the view has %lld blocks", (long long)seq,
+                           (long long)i, (long long)table[i], (long long)a->view->n_blocks);
+    return TL_OK;
+}
+
+static tl_status check_sequences(const struct call *c)
+{
+    if (c->a->cu_seqlens_q && c->a->cu_seqlens_q[0] != 0)
+        return tl_fail(TL_EINVAL, FN, "cu_seqlens_q[0] = %lld is not 0", (long long)c->a->cu_seqlens_q[0]);
+    for (int64_t seq = 0; seq < c->a->B; seq++)
+        TL_TRY(check_sequence(c, seq));
+    return TL_OK;
+}
+
+/* The elements of one side of a view, from its base on. */
+static size_t side_bytes(const tl_kv_view *v, int64_t dim, int64_t block_stride, int64_t head_stride, int64_t token_stride)
+{
+    if (v->n_blocks == 0)
+        return 0;
+    return (size_t)((v->n_blocks - 1) * block_stride + (v->n_kv_heads - 1) * head_stride + (v->block_tokens - 1) * token_stride + dim) *
+           (size_t)tl_kv_view_elem(v);
+}
+
+static tl_status check_overlap(const struct call *c)
+{
+    const tl_paged_attn_args *a = c->a;
+    const tl_kv_view *v = a->view;
+    struct reach q, out;
+    (void)reach_of(c->total_q, a->H, v->head_dim_k, a->q_token_stride, a->q_head_stride, &q);
+    (void)reach_of(c->total_q, a->H, v->head_dim_v, a->out_token_stride, a->out_head_stride, &out);
+    const char *const out_at = (const char *)a->out + out.below;
+    const size_t out_bytes = (size_t)(out.above - out.below), lse_bytes = (size_t)(c->total_q * a->H) * sizeof(float);
+    const struct {
+        const char *name;
+        const void *at;
+        size_t bytes;
+    } input[] = {{"q", (const char *)a->q + q.below, (size_t)(q.above - q.below)},
+                 {"the view's k", v->k, side_bytes(v, v->head_dim_k, v->k_block_stride, v->k_head_stride, v->k_token_stride)},
+                 {"the view's v", v->v, side_bytes(v, v->head_dim_v, v->v_block_stride, v->v_head_stride, v->v_token_stride)},
+                 {"ctx_lens", a->ctx_lens, (size_t)a->B * sizeof *a->ctx_lens},
+                 {"cu_seqlens_q", a->cu_seqlens_q, (size_t)(a->B + 1) * sizeof *a->cu_seqlens_q},
+                 {"block_tables", a->block_tables, (size_t)(a->B * a->table_stride) * sizeof *a->block_tables},
+                 {"alibi_slopes", a->alibi_slopes, (size_t)a->H * sizeof(float)},
+                 {"sink_logits", a->sink_logits, (size_t)a->H * sizeof(float)},
+                 {"lse", a->lse, lse_bytes}};
+    const int n_inputs = sizeof input / sizeof input[0];
+    for (int i = 0; i < n_inputs; i++)
+        if (tl_overlap(out_at, out_bytes, input[i].at, input[i].bytes))
+            return tl_fail(TL_EINVAL, FN, "out overlaps %s", input[i].name);
+    for (int i = 0; i < n_inputs - 1; i++)
+        if (tl_overlap(a->lse, lse_bytes, input[i].at, input[i].bytes))
+            return tl_fail(TL_EINVAL, FN, "lse overlaps %s", input[i].name);
+    return TL_OK;
+}
+
+/* ---- the work ---- */
+
+/* Rows of tokens [first, end) of one sequence and KV head. */
+static void attend_tokens(const struct call *c, int64_t seq, int64_t kv_head, int64_t first, int64_t end, struct attn_work *work)
+{
+    const tl_paged_attn_args *a = c->a;
+    const int64_t n_rows = (end - first) * c->group, max_rows = attn_max_rows(c->view.k_dim, c->view.v_dim);
+    const int64_t at_zero = a->ctx_lens[seq] - first_token(c, seq + 1); /* position of token 0, were it of this sequence */
+    struct attn_row row[ATTN_ROWS];
+    struct attn_job job = {.view = &c->view, .block_table = a->block_tables + seq * a->table_stride, .kv_head = kv_head,
+                           .scale = a->scale, .softcap = a->logits_softcap, .has_alibi = a->alibi_slopes != NULL,
+                           .work = work, .row = row};
+    for (int64_t i = 0; i < n_rows; i += job.n_rows) {
+        job.n_rows = (int)(n_rows - i < max_rows ? n_rows - i : max_rows);
+        for (int r = 0; r < job.n_rows; r++) {
+            const int64_t token = first + (i + r) / c->group, head = kv_head * c->group + (i + r) % c->group, pos = at_zero + token;
+            row[r] = (struct attn_row){.q = a->q + token * a->q_token_stride + head * a->q_head_stride,
+                                           .out = a->out + token * a->out_token_stride + head * a->out_head_stride,
+                                           .lse = a->lse ? a->lse + token * a->H + head : NULL,
+                                           .sink = a->sink_logits ? a->sink_logits[head] : -INFINITY,
+                                           .slope = a->alibi_slopes ? a->alibi_slopes[head] : 0,
+                                           .pos = pos, .lo = first_visible(c, pos), .hi = pos + 1};
+        }
+        c->kernels->attn_rows(&job);
+    }
+}
+
+static void attend_units(void *ctx, int64_t lo, int64_t hi, int worker)
+{
+    const struct call *c = ctx;
+    struct attn_work work;
+    (void)worker;
+    for (int64_t unit = lo; unit < hi; unit++) {
+        const int64_t kv_head = unit / c->head_units, begin = unit % c->head_units * c->unit_tokens;
+        const int64_t end = begin + c->unit_tokens < c->total_q ? begin + c->unit_tokens : c->total_q;
+        for (int64_t token = begin, seq = sequence_of(c, begin), to; token < end; token = to, seq++) {
+            to = first_token(c, seq + 1) < end ? first_token(c, seq + 1) : end;
+            if (to > token)
+                attend_tokens(c, seq, kv_head, token, to, &work);
+        }
+    }
+}
+
+/* Keys that the rows of all sequences see, once for each of a sequence's tokens. */
+static double seen_keys(const struct call *c)
+{
+    double n = 0;
+    for (int64_t seq = 0; seq < c->a->B; seq++) {
+        const int64_t ctx = c->a->ctx_lens[seq];
+        n += (double)q_len(c, seq) * (double)(c->a->window > 0 && c->a->window < ctx ? c->a->window : ctx);
+    }
+    return n;
+}
+
+static tl_status run(struct call *c)
+{
+    const tl_paged_attn_args *a = c->a;
+    const int64_t fit = attn_max_rows(c->view.k_dim, c->view.v_dim) / c->group;
+    c->unit_tokens = c->total_q > a->B && fit > 1 ? fit : 1;
+    c->head_units = (c->total_q - 1) / c->unit_tokens + 1;
+    const int64_t n_units = c->Hkv * c->head_units;
+    const bool shared = tl_worth_sharing(seen_keys(c) * (double)(c->view.k_dim + c->view.v_dim) / 2,
+                                         (double)c->Hkv / (double)c->unit_tokens, (double)a->H);
+    return tl_pool_run(FN, a->tp, n_units, shared ? 1 : n_units, attend_units, c);
+}
+
+static tl_status check(struct call *c)
+{
+    const tl_paged_attn_args *a = c->a;
+    TL_TRY(check_pointers(a));
+    TL_TRY(tl_kv_view_check(FN, a->view));
+    TL_TRY(check_scalars(a));
+    TL_TRY(check_shape(c));
+    c->total_q = a->B > 0 ? first_token(c, a->B) : 0;
+    TL_TRY(check_size(c));
+    TL_TRY(tl_kernels_require(FN, &c->kernels));
+    TL_TRY(check_sequences(c));
+    TL_TRY(check_overlap(c));
+    return tl_pool_check(FN, a->tp);
+}
+
+tl_status tl_paged_attn_f32(const tl_paged_attn_args *args)
+{
+    if (!args)
+        return tl_fail(TL_EINVAL, FN, "args is NULL");
+    if (args->size != sizeof *args)
+        return tl_fail(TL_EINVAL, FN, "size = %llu, this version's is %zu", (unsigned long long)args->size, sizeof *args);
+    struct call c = {.a = args};
+    TL_TRY(check(&c));
+    if (c.total_q == 0)
+        return TL_OK;
+    c.Hkv = args->view->n_kv_heads;
+    c.group = args->H / c.Hkv;
+    c.view = attn_view_of(args->view);
+    const tl_fpenv caller = tl_fpenv_enter();
+    const tl_status status = run(&c);
+    tl_fpenv_leave(caller);
+    return status;
+}
