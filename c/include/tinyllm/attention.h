@@ -127,6 +127,40 @@ typedef struct {
  * where out or lse overlaps an input or the other; TL_EBUSY last. B == 0 with all else in order: TL_OK. */
 TL_API tl_status tl_paged_attn_f32(const tl_paged_attn_args *args);
 
+/* States: what a range of splits leaves of each row, to be merged later, elsewhere, by anybody. A state is 2 + head_dim_v
+ * floats: m (the largest score), L (the sum of exp(s - m)), then the values weighted by exp(s - m), unnormalised. A split in
+ * which a row sees nothing leaves m = -inf and zeros.
+ *
+ *   args      as for tl_paged_attn_f32; out, its strides, lse and sink_logits are not used
+ *   states    [total_q, H, n_splits, 2 + head_dim_v], written: splits first_split .. first_split + n_splits - 1, each
+ *             TL_ATTN_SPLIT positions from a multiple of it on
+ *
+ * Only K and V of those splits are read; only table entries that hold their visible positions are looked at.
+ * Errors as tl_paged_attn_f32's, states untouched; and TL_EINVAL for states NULL, first_split < 0, n_splits < 1, a range past
+ * INT64_MAX or states beyond the address space, or states overlapping an input. */
+TL_API tl_status tl_paged_attn_states_f32(const tl_paged_attn_args *args, int64_t first_split, int64_t n_splits, float *states);
+
+/* The states of some splits of every row. */
+typedef struct tl_attn_part {
+    const float *states; /* [n_rows, n_splits, 2 + dim] */
+    int64_t first_split, n_splits;
+} tl_attn_part;
+
+/* Merges states into finished rows: bit for bit what tl_paged_attn_f32 gives, however the splits were divided.
+ *
+ *   parts        [n_parts], in rising order, that together hold split 0 up to some last one, each once; splits behind the
+ *                last that any row sees may be there (they are empty) or not
+ *   n_rows, H    rows, of which row i belongs to head i % H (as [total_q, H])
+ *   sink_logits  [H], or NULL
+ *   out          [n_rows, dim] contiguous, written;  lse  [n_rows], written, or NULL
+ *
+ * Errors, outputs untouched: TL_EINVAL for a NULL pointer that would be used, n_parts < 1, n_rows < 0, H < 1 or n_rows no
+ * multiple of it, dim < 1, a part with n_splits < 1, a first part that does not begin at split 0, a part that does not
+ * begin where the one before it ends, a size beyond the address space, out or lse overlapping an input or the other;
+ * TL_EUNSUPPORTED for a TINYLLM_ISA that is not here; TL_EBUSY last. n_rows == 0: TL_OK. */
+TL_API tl_status tl_attn_merge_f32(const tl_attn_part *parts, int64_t n_parts, int64_t n_rows, int64_t H, int64_t dim,
+                                   const float *sink_logits, float *out, float *lse, tl_pool *tp);
+
 TL_END_DECLS
 
 #endif

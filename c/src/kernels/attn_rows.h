@@ -53,6 +53,7 @@ struct attn_row {
     const float *q; /* [k_dim] */
     float *out;     /* [v_dim]; holds the merge of the finished splits while the job runs */
     float *lse;     /* or NULL */
+    float *state;   /* NULL; or where the state of a row goes that sees no more than one split: m, L, then [v_dim], which is `out` */
     float sink;     /* -inf: none */
     float slope;    /* ALiBi's, where the job has it */
     int64_t pos, lo, hi;
@@ -79,7 +80,18 @@ struct tile_note {
 };
 
 /* How a finished split joins the splits before it: out = x_scale * out + y_scale * acc, unless one side is empty. */
-enum attn_join { JOIN_KEEP, JOIN_TAKE, JOIN_BLEND };
+struct join {
+    enum { JOIN_KEEP, JOIN_TAKE, JOIN_BLEND } how;
+    float x_scale, y_scale;
+};
+
+/* Where a row ends up. */
+struct attn_end {
+    float *out; /* [dim] */
+    float *lse; /* or NULL */
+    float sink; /* -inf: none */
+    int64_t dim;
+};
 
 /* What a job computes in: on the stack of decode, in the arena of prefill. Nothing in it outlives the job. */
 struct attn_work {
@@ -91,8 +103,7 @@ struct attn_work {
     bool steady[ATTN_ROWS];                 /* of a row block: every m is a number and not -inf */
     float split_max[ATTN_ROWS];             /* m of the current split */
     float max[ATTN_ROWS], denominator[ATTN_ROWS]; /* m and L of the splits merged so far */
-    float x_scale[ATTN_ROWS], y_scale[ATTN_ROWS];
-    enum attn_join join[ATTN_ROWS];
+    struct join join[ATTN_ROWS];
     const float *q;                         /* q_copy, or the only row of a wide head where it lies */
     int64_t q_stride, acc_stride;           /* floats of a row in it and in acc */
 

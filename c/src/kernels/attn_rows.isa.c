@@ -93,50 +93,51 @@ static void open_split(const job_t *job)
     }
 }
 
-/* Merges the (m, L) of the scored split into those of the splits before it, and says how its values are to follow. */
-static void join_split(const job_t *job)
+/* Merges the state (m, L) = (y, sum) of a split into that of the splits before it, and says how its values are to follow. */
+V16_INLINE struct join join_state(float *m, float *denominator, float y, float sum)
 {
-    work_t *work = job->work;
-    for (int r = 0; r < job->n_rows; r++) {
-        const float x = work->max[r], y = work->split_max[r], sum = v16_fold(v16_load(work->sum[r]));
-        if (y == -INFINITY) {
-            work->join[r] = JOIN_KEEP;
-        } else if (x == -INFINITY) {
-            work->join[r] = JOIN_TAKE;
-            work->max[r] = y;
-            work->denominator[r] = sum;
-        } else {
-            const float m = canon_max2(x, y), x_scale = canon_exp1(x - m), y_scale = canon_exp1(y - m);
-            work->join[r] = JOIN_BLEND;
-            work->x_scale[r] = x_scale;
-            work->y_scale[r] = y_scale;
-            work->max[r] = m;
-            work->denominator[r] = f32_fma(x_scale, work->denominator[r], y_scale * sum);
-        }
+    const float x = *m;
+    if (y == -INFINITY)
+        return (struct join){JOIN_KEEP, 0, 0};
+    if (x == -INFINITY) {
+        *m = y;
+        *denominator = sum;
+        return (struct join){JOIN_TAKE, 0, 0};
     }
+    *m = canon_max2(x, y);
+    const struct join join = {JOIN_BLEND, canon_exp1(x - *m), canon_exp1(y - *m)};
+    *denominator = f32_fma(join.x_scale, *denominator, join.y_scale * sum);
+    return join;
 }
 
 /* out = the split's values, or x_scale * out + y_scale * values. */
+static void join_values(struct join join, const float *values, float *out, int64_t width)
+{
+    const v16 x_scale = v16_set1(join.x_scale), y_scale = v16_set1(join.y_scale);
+    for (int64_t c = 0; c < width && join.how != JOIN_KEEP; c += 16) {
+        const int64_t n = width - c;
+        v16 y = n < 16 ? v16_load_n(values + c, n) : v16_load(values + c);
+        if (join.how == JOIN_BLEND)
+            y = v16_fma(x_scale, n < 16 ? v16_load_n(out + c, n) : v16_load(out + c), v16_mul(y_scale, y));
+        if (n < 16)
+            v16_store_n(out + c, y, n);
+        else
+            v16_store(out + c, y);
+    }
+}
+
+static void join_split(const job_t *job)
+{
+    work_t *work = job->work;
+    for (int r = 0; r < job->n_rows; r++)
+        work->join[r] = join_state(&work->max[r], &work->denominator[r], work->split_max[r], v16_fold(v16_load(work->sum[r])));
+}
+
 static void join_columns(const job_t *job, struct columns columns)
 {
     const work_t *work = job->work;
-    for (int r = 0; r < job->n_rows; r++) {
-        if (work->join[r] == JOIN_KEEP)
-            continue;
-        float *out = job->row[r].out + columns.first;
-        const float *acc = work->acc + r * columns.stride;
-        const v16 x_scale = v16_set1(work->x_scale[r]), y_scale = v16_set1(work->y_scale[r]);
-        for (int64_t c = 0; c < columns.width; c += 16) {
-            const int64_t n = columns.width - c;
-            v16 y = v16_load(acc + c);
-            if (work->join[r] == JOIN_BLEND)
-                y = v16_fma(x_scale, n < 16 ? v16_load_n(out + c, n) : v16_load(out + c), v16_mul(y_scale, y));
-            if (n < 16)
-                v16_store_n(out + c, y, n);
-            else
-                v16_store(out + c, y);
-        }
-    }
+    for (int r = 0; r < job->n_rows; r++)
+        join_values(work->join[r], work->acc + r * columns.stride, job->row[r].out + columns.first, columns.width);
 }
 
 /* All columns together, run by run. The values of a lone split stay in acc. */
@@ -199,32 +200,67 @@ static float join_sink(float sink, float *m, float *denominator)
     return shrink;
 }
 
-/* `values` are the row's unnormalised ones: out itself, or acc where there was but one split. */
-static void finish_row(const job_t *job, int r, const float *values)
+/* Writes what a row amounts to, once the last split has joined. `values` are the unnormalised ones; they may be out itself. */
+static void finish_row(const struct attn_end *end, float m, float denominator, const float *values)
 {
-    const struct attn_row *row = &job->row[r];
-    const int64_t dim = job->view->v_dim;
-    float m = job->work->max[r], denominator = job->work->denominator[r], lse = 0;
-    const bool empty = m == -INFINITY, has_sink = row->sink != -INFINITY;
-    if (has_sink && !(row->sink < INFINITY)) {
-        fill_row(row->out, dim, canon_nan());
+    float lse = 0;
+    const bool empty = m == -INFINITY, has_sink = end->sink != -INFINITY;
+    if (has_sink && !(end->sink < INFINITY)) {
+        fill_row(end->out, end->dim, canon_nan());
         lse = canon_nan();
     } else if (empty) {
-        fill_row(row->out, dim, 0);
-        lse = row->sink + 0; /* m + log(1) */
+        fill_row(end->out, end->dim, 0);
+        lse = end->sink + 0; /* m + log(1) */
     } else {
-        if (has_sink && !(row->sink <= m)) {
-            scale_row(values, row->out, dim, join_sink(row->sink, &m, &denominator));
-            values = row->out;
+        if (has_sink && !(end->sink <= m)) {
+            scale_row(values, end->out, end->dim, join_sink(end->sink, &m, &denominator));
+            values = end->out;
         } else if (has_sink) {
-            join_sink(row->sink, &m, &denominator);
+            join_sink(end->sink, &m, &denominator);
         }
-        scale_row(values, row->out, dim, 1 / denominator);
-        if (row->lse)
+        scale_row(values, end->out, end->dim, 1 / denominator);
+        if (end->lse)
             lse = m + canon_log(denominator);
     }
-    if (row->lse)
-        *row->lse = lse != lse ? canon_nan() : lse;
+    if (end->lse)
+        *end->lse = lse != lse ? canon_nan() : lse;
+}
+
+/* Writes the state of the one split a row was asked for. */
+static void keep_state(float *state, float m, float denominator, const float *values, int64_t dim)
+{
+    const bool empty = m == -INFINITY;
+    state[0] = m != m ? canon_nan() : m;
+    state[1] = empty ? 0 : denominator != denominator ? canon_nan() : denominator;
+    if (empty)
+        fill_row(state + 2, dim, 0);
+    else
+        scale_row(values, state + 2, dim, 1); /* times 1: one NaN, and nothing else changes */
+}
+
+static void end_row(const job_t *job, int r, const float *values)
+{
+    const struct attn_row *row = &job->row[r];
+    const float m = job->work->max[r], denominator = job->work->denominator[r];
+    if (row->state)
+        keep_state(row->state, m, denominator, values, job->view->v_dim);
+    else
+        finish_row(&(struct attn_end){row->out, row->lse, row->sink, job->view->v_dim}, m, denominator, values);
+}
+
+/* ---- states that were kept ---- */
+
+void TL_ISA_FN(attn_merge_row)(const struct attn_end *end, const struct tl_attn_part *part, int64_t n_parts, int64_t row);
+
+void TL_ISA_FN(attn_merge_row)(const struct attn_end *end, const struct tl_attn_part *part, int64_t n_parts, int64_t row)
+{
+    float m = -INFINITY, denominator = 0;
+    for (int64_t i = 0; i < n_parts; i++)
+        for (int64_t k = 0; k < part[i].n_splits; k++) {
+            const float *state = part[i].states + (row * part[i].n_splits + k) * (2 + end->dim);
+            join_values(join_state(&m, &denominator, state[0], state[1]), state + 2, end->out, end->dim);
+        }
+    finish_row(end, m, denominator, end->out);
 }
 
 /* ---- a job ---- */
@@ -271,5 +307,5 @@ void TL_ISA_FN(attn_rows)(const struct attn_job *job)
         t = split.end;
     }
     for (int r = 0; r < job->n_rows; r++)
-        finish_row(job, r, lone ? job->work->acc + r * job->work->acc_stride : job->row[r].out);
+        end_row(job, r, lone ? job->work->acc + r * job->work->acc_stride : job->row[r].out);
 }

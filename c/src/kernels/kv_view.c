@@ -116,7 +116,7 @@ tl_status tl_kv_pool_view(const tl_kv_pool *kv, uint32_t layer, tl_kv_view *view
 
 static const char FN[] = "tl_kv_write_slots";
 
-/* So many slots are compared pair by pair; more are sorted, in memory of the hook. */
+/* So many slots are compared pair by pair; more are sorted in memory of the hook. */
 enum { FEW = 64 };
 
 struct side {
@@ -275,12 +275,22 @@ static tl_status check_none_twice(const struct write *w)
     return status;
 }
 
+/* Upwards, line by line, as memory is fastest. libc takes some rows downwards, at half the speed where they are in no cache, and
+ * most rows are too short for a call. */
+static void copy(char *y, const char *x, int64_t n)
+{
+    enum { LINE = 64 };
+    for (; n >= LINE; n -= LINE, x += LINE, y += LINE)
+        memcpy(y, x, LINE);
+    memcpy(y, x, (size_t)n);
+}
+
 static void put(const struct write *w, const void *x, void *y, int64_t n)
 {
     if (w->round)
         w->round(x, y, n);
     else
-        memcpy(y, x, (size_t)(n * w->to_elem));
+        copy(y, x, n * w->to_elem);
 }
 
 /* Heads that lie one behind the other in both places go as one row. */

@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: MIT */
-/* paged_rows.c: attention of any rows of any sequences over a view of paged memory. Arguments are checked whole, then the
- * work is cut into units of one KV head and a few neighbouring tokens of the batch, whose rows share walks over K and V as
- * far as they belong to one sequence.
+/* paged_rows.c: attention of any rows of any sequences over a view of paged memory, finished or as states of a range of
+ * splits. Arguments are checked whole, then the work is cut into units of one KV head and a few neighbouring tokens of the
+ * batch, whose rows share walks over K and V as far as they belong to one sequence.
  *
  * Words. token: one of the total_q = cu_seqlens_q[B] query positions of the batch; a token has H rows. */
 #include <math.h>
 #include <stdbool.h>
+#include <string.h>
 
 #include "kernels/attn_rows.h"
 #include "kernels/kernels.h"
@@ -16,10 +17,13 @@
 #include "runtime/fpenv.h"
 #include "runtime/pool_run.h"
 
-static const char *const FN = "tl_paged_attn_f32";
+static const char *const WHOLE = "tl_paged_attn_f32", *const STATES = "tl_paged_attn_states_f32";
 
 struct call {
+    const char *fn;
     const tl_paged_attn_args *a;
+    float *states; /* NULL: rows are finished */
+    int64_t first_split, n_splits;
     const struct tl_kernels *kernels;
     struct kv_view view;
     int64_t Hkv, group, total_q;
@@ -59,32 +63,45 @@ static int64_t first_visible(const struct call *c, int64_t p)
     return c->a->window > 0 && c->a->window <= p ? p - c->a->window + 1 : 0;
 }
 
+struct range {
+    int64_t lo, hi;
+};
+
+/* Positions lo .. hi-1, as far as the call is asked for their splits. */
+static struct range in_splits(const struct call *c, int64_t lo, int64_t hi)
+{
+    const int64_t first = c->first_split * TL_ATTN_SPLIT, end = (c->first_split + c->n_splits) * TL_ATTN_SPLIT;
+    return c->states ? (struct range){lo > first ? lo : first, hi < end ? hi : end} : (struct range){lo, hi};
+}
+
 /* ---- checks ---- */
 
-static tl_status check_scalars(const tl_paged_attn_args *a)
+static tl_status check_scalars(const struct call *c)
 {
+    const tl_paged_attn_args *a = c->a;
     if (a->B < 0)
-        return tl_fail(TL_EINVAL, FN, "B = %lld is negative", (long long)a->B);
+        return tl_fail(TL_EINVAL, c->fn, "B = %lld is negative", (long long)a->B);
     if (a->table_stride < 1)
-        return tl_fail(TL_EINVAL, FN, "table_stride = %lld is below 1", (long long)a->table_stride);
+        return tl_fail(TL_EINVAL, c->fn, "table_stride = %lld is below 1", (long long)a->table_stride);
     if (a->scale != a->scale)
-        return tl_fail(TL_EINVAL, FN, "scale is NaN");
+        return tl_fail(TL_EINVAL, c->fn, "scale is NaN");
     if (!(a->logits_softcap >= 0 && a->logits_softcap < INFINITY))
-        return tl_fail(TL_EINVAL, FN, "logits_softcap = %g is not a number from 0 up", (double)a->logits_softcap);
+        return tl_fail(TL_EINVAL, c->fn, "logits_softcap = %g is not a number from 0 up", (double)a->logits_softcap);
     return TL_OK;
 }
 
-static tl_status check_pointers(const tl_paged_attn_args *a)
+static tl_status check_pointers(const struct call *c)
 {
+    const tl_paged_attn_args *a = c->a;
     const char *missing = !a->view           ? "view"
                           : !a->view->k      ? "view: k"
                           : !a->view->v      ? "view: v"
                           : !a->q            ? "q"
-                          : !a->out          ? "out"
+                          : !a->out && c->fn == WHOLE ? "out"
                           : !a->ctx_lens     ? "ctx_lens"
                           : !a->block_tables ? "block_tables"
                                              : NULL;
-    return missing ? tl_fail(TL_EINVAL, FN, "%s is NULL", missing) : TL_OK;
+    return missing ? tl_fail(TL_EINVAL, c->fn, "%s is NULL", missing) : TL_OK;
 }
 
 /* Bytes that the rows [n, H, dim] of floats with these strides reach from their first element, down and up. */
@@ -117,12 +134,53 @@ static bool rows_are_apart(int64_t n, int64_t H, int64_t dim, int64_t token_stri
     return (n_inner <= 1 || inner >= dim) && (n_outer <= 1 || outer >= (n_inner > 1 ? (n_inner - 1) * inner : 0) + dim);
 }
 
+static tl_status check_splits(const struct call *c)
+{
+    if (c->fn == STATES && !c->states)
+        return tl_fail(TL_EINVAL, c->fn, "states is NULL");
+    if (c->first_split < 0 || c->n_splits < 1 || c->n_splits > INT64_MAX / TL_ATTN_SPLIT - 1 ||
+        c->first_split > INT64_MAX / TL_ATTN_SPLIT - 1 - c->n_splits)
+        return tl_fail(TL_EINVAL, c->fn, "first_split = %lld, n_splits = %lld: no range of splits", (long long)c->first_split,
+                       (long long)c->n_splits);
+    return TL_OK;
+}
+
 static tl_status check_shape(const struct call *c)
 {
     const tl_paged_attn_args *a = c->a;
     if (a->H < 1 || a->H % a->view->n_kv_heads != 0)
-        return tl_fail(TL_ESHAPE, FN, "H = %lld is not a positive multiple of the view's %lld KV heads", (long long)a->H,
+        return tl_fail(TL_ESHAPE, c->fn, "H = %lld is not a positive multiple of the view's %lld KV heads", (long long)a->H,
                        (long long)a->view->n_kv_heads);
+    return TL_OK;
+}
+
+/* Before anything of the batch is read. */
+static tl_status check_tables_size(const struct call *c)
+{
+    if (!tl_fits_memory(sizeof(uint32_t), 2, (int64_t[]){c->a->B, c->a->table_stride}))
+        return tl_fail(TL_EINVAL, c->fn, "B = %lld tables of %lld do not fit in memory", (long long)c->a->B, (long long)c->a->table_stride);
+    return TL_OK;
+}
+
+static tl_status check_out_size(const struct call *c, int64_t n)
+{
+    const tl_paged_attn_args *a = c->a;
+    struct reach reach;
+    const bool fits = reach_of(n, a->H, a->view->head_dim_v, a->out_token_stride, a->out_head_stride, &reach) &&
+                      tl_fits_memory(sizeof(float), 3, (int64_t[]){n, a->H, a->view->head_dim_v});
+    if (!fits || (n > 0 && !rows_are_apart(n, a->H, a->view->head_dim_v, a->out_token_stride, a->out_head_stride)))
+        return tl_fail(TL_EINVAL, c->fn, "out of [%lld, %lld, %lld] with strides %lld, %lld %s", (long long)n, (long long)a->H,
+                       (long long)a->view->head_dim_v, (long long)a->out_token_stride, (long long)a->out_head_stride,
+                       fits ? "has rows that share memory" : "does not fit in memory");
+    return TL_OK;
+}
+
+static tl_status check_states_size(const struct call *c, int64_t n)
+{
+    const int64_t width = c->a->view->head_dim_v;
+    if (width > INT64_MAX - 2 || !tl_fits_memory(sizeof(float), 4, (int64_t[]){n, c->a->H, c->n_splits, 2 + width}))
+        return tl_fail(TL_EINVAL, c->fn, "states of [%lld, %lld, %lld, 2 + %lld] do not fit in memory", (long long)n, (long long)c->a->H,
+                       (long long)c->n_splits, (long long)width);
     return TL_OK;
 }
 
@@ -130,20 +188,11 @@ static tl_status check_size(const struct call *c)
 {
     const tl_paged_attn_args *a = c->a;
     struct reach reach;
-    if (!tl_fits_memory(sizeof(uint32_t), 2, (int64_t[]){a->B, a->table_stride}))
-        return tl_fail(TL_EINVAL, FN, "B = %lld tables of %lld do not fit in memory", (long long)a->B, (long long)a->table_stride);
     const int64_t n = a->B > 0 && c->total_q > 0 ? c->total_q : 0;
     if (!reach_of(n, a->H, a->view->head_dim_k, a->q_token_stride, a->q_head_stride, &reach))
-        return tl_fail(TL_EINVAL, FN, "q of [%lld, %lld, %lld] with strides %lld, %lld does not fit in memory", (long long)n, (long long)a->H,
+        return tl_fail(TL_EINVAL, c->fn, "q of [%lld, %lld, %lld] with strides %lld, %lld does not fit in memory", (long long)n, (long long)a->H,
                        (long long)a->view->head_dim_k, (long long)a->q_token_stride, (long long)a->q_head_stride);
-    if (!reach_of(n, a->H, a->view->head_dim_v, a->out_token_stride, a->out_head_stride, &reach) ||
-        !tl_fits_memory(sizeof(float), 3, (int64_t[]){n, a->H, a->view->head_dim_v}))
-        return tl_fail(TL_EINVAL, FN, "out of [%lld, %lld, %lld] with strides %lld, %lld does not fit in memory", (long long)n,
-                       (long long)a->H, (long long)a->view->head_dim_v, (long long)a->out_token_stride, (long long)a->out_head_stride);
-    if (n > 0 && !rows_are_apart(n, a->H, a->view->head_dim_v, a->out_token_stride, a->out_head_stride))
-        return tl_fail(TL_EINVAL, FN, "out of [%lld, %lld, %lld] with strides %lld, %lld has rows that share memory", (long long)n,
-                       (long long)a->H, (long long)a->view->head_dim_v, (long long)a->out_token_stride, (long long)a->out_head_stride);
-    return TL_OK;
+    return c->states ? check_states_size(c, n) : check_out_size(c, n);
 }
 
 static tl_status check_sequence(const struct call *c, int64_t seq)
@@ -151,21 +200,22 @@ static tl_status check_sequence(const struct call *c, int64_t seq)
     const tl_paged_attn_args *a = c->a;
     const int64_t n = a->ctx_lens[seq], rows = q_len(c, seq), b = a->view->block_tokens;
     if (rows < 0)
-        return tl_fail(TL_EINVAL, FN, "cu_seqlens_q[%lld] = %lld decreases from %lld", (long long)seq + 1, (long long)first_token(c, seq + 1),
+        return tl_fail(TL_EINVAL, c->fn, "cu_seqlens_q[%lld] = %lld decreases from %lld", (long long)seq + 1, (long long)first_token(c, seq + 1),
                        (long long)first_token(c, seq));
     if (n < rows || n < 0)
-        return tl_fail(TL_EINVAL, FN, "sequence %lld: ctx_len = %lld is below its %lld rows", (long long)seq, (long long)n,
+        return tl_fail(TL_EINVAL, c->fn, "sequence %lld: ctx_len = %lld is below its %lld rows", (long long)seq, (long long)n,
                        (long long)rows);
     if (rows == 0)
         return TL_OK;
     const int64_t needed = (n - 1) / b + 1;
     if (needed > a->table_stride)
-        return tl_fail(TL_EINVAL, FN, "sequence %lld: ctx_len = %lld needs %lld blocks of %lld, table_stride = %lld", (long long)seq,
+        return tl_fail(TL_EINVAL, c->fn, "sequence %lld: ctx_len = %lld needs %lld blocks of %lld, table_stride = %lld", (long long)seq,
                        (long long)n, (long long)needed, (long long)b, (long long)a->table_stride);
     const uint32_t *table = a->block_tables + seq * a->table_stride;
-    for (int64_t i = first_visible(c, n - rows) / b; i < needed; i++)
+    const struct range seen = in_splits(c, first_visible(c, n - rows), n);
+    for (int64_t i = seen.lo / b; i * b < seen.hi; i++)
         if (table[i] >= a->view->n_blocks)
-            return tl_fail(TL_EINVAL, FN, "sequence %lld: block_table[%lld] = %lld, the view has %lld blocks", (long long)seq,
+            return tl_fail(TL_EINVAL, c->fn, "sequence %lld: block_table[%lld] = %lld, the view has %lld blocks", (long long)seq,
                            (long long)i, (long long)table[i], (long long)a->view->n_blocks);
     return TL_OK;
 }
@@ -173,7 +223,7 @@ static tl_status check_sequence(const struct call *c, int64_t seq)
 static tl_status check_sequences(const struct call *c)
 {
     if (c->a->cu_seqlens_q && c->a->cu_seqlens_q[0] != 0)
-        return tl_fail(TL_EINVAL, FN, "cu_seqlens_q[0] = %lld is not 0", (long long)c->a->cu_seqlens_q[0]);
+        return tl_fail(TL_EINVAL, c->fn, "cu_seqlens_q[0] = %lld is not 0", (long long)c->a->cu_seqlens_q[0]);
     for (int64_t seq = 0; seq < c->a->B; seq++)
         TL_TRY(check_sequence(c, seq));
     return TL_OK;
@@ -195,8 +245,11 @@ static tl_status check_overlap(const struct call *c)
     struct reach q, out;
     (void)reach_of(c->total_q, a->H, v->head_dim_k, a->q_token_stride, a->q_head_stride, &q);
     (void)reach_of(c->total_q, a->H, v->head_dim_v, a->out_token_stride, a->out_head_stride, &out);
-    const char *const out_at = (const char *)a->out + out.below;
-    const size_t out_bytes = (size_t)(out.above - out.below), lse_bytes = (size_t)(c->total_q * a->H) * sizeof(float);
+    const float *const lse = c->states ? NULL : a->lse;
+    const size_t rows = (size_t)(c->total_q * a->H), lse_bytes = rows * sizeof(float);
+    const char *const out_at = c->states ? (const char *)c->states : (const char *)a->out + out.below;
+    const size_t out_bytes = c->states ? rows * (size_t)(c->n_splits * (2 + v->head_dim_v)) * sizeof(float) : (size_t)(out.above - out.below);
+    const char *const out_name = c->states ? "states" : "out";
     const struct {
         const char *name;
         const void *at;
@@ -209,18 +262,50 @@ static tl_status check_overlap(const struct call *c)
                  {"block_tables", a->block_tables, (size_t)(a->B * a->table_stride) * sizeof *a->block_tables},
                  {"alibi_slopes", a->alibi_slopes, (size_t)a->H * sizeof(float)},
                  {"sink_logits", a->sink_logits, (size_t)a->H * sizeof(float)},
-                 {"lse", a->lse, lse_bytes}};
+                 {"lse", lse, lse_bytes}};
     const int n_inputs = sizeof input / sizeof input[0];
     for (int i = 0; i < n_inputs; i++)
         if (tl_overlap(out_at, out_bytes, input[i].at, input[i].bytes))
-            return tl_fail(TL_EINVAL, FN, "out overlaps %s", input[i].name);
+            return tl_fail(TL_EINVAL, c->fn, "%s overlap%s %s", out_name, c->states ? "" : "s", input[i].name);
     for (int i = 0; i < n_inputs - 1; i++)
-        if (tl_overlap(a->lse, lse_bytes, input[i].at, input[i].bytes))
-            return tl_fail(TL_EINVAL, FN, "lse overlaps %s", input[i].name);
+        if (tl_overlap(lse, lse_bytes, input[i].at, input[i].bytes))
+            return tl_fail(TL_EINVAL, c->fn, "lse overlaps %s", input[i].name);
     return TL_OK;
 }
 
 /* ---- the work ---- */
+
+static struct attn_row row_of(const struct call *c, int64_t token, int64_t head, int64_t pos)
+{
+    const tl_paged_attn_args *a = c->a;
+    struct attn_row row = {.q = a->q + token * a->q_token_stride + head * a->q_head_stride, .sink = -INFINITY,
+                           .slope = a->alibi_slopes ? a->alibi_slopes[head] : 0, .pos = pos, .lo = first_visible(c, pos), .hi = pos + 1};
+    if (c->states) {
+        row.state = c->states + (token * a->H + head) * c->n_splits * (2 + c->view.v_dim);
+    } else {
+        row.out = a->out + token * a->out_token_stride + head * a->out_head_stride;
+        row.lse = a->lse ? a->lse + token * a->H + head : NULL;
+        row.sink = a->sink_logits ? a->sink_logits[head] : -INFINITY;
+    }
+    return row;
+}
+
+/* The state of a split is what is left of a row that sees nothing else. */
+static void keep_states(const struct call *c, const struct attn_job *job, struct attn_row *row)
+{
+    struct attn_row whole[ATTN_ROWS];
+    memcpy(whole, row, (size_t)job->n_rows * sizeof *row);
+    for (int64_t split = c->first_split; split < c->first_split + c->n_splits; split++) {
+        const int64_t first = split * TL_ATTN_SPLIT, end = first + TL_ATTN_SPLIT;
+        for (int r = 0; r < job->n_rows; r++) {
+            row[r].lo = whole[r].lo > first ? whole[r].lo : first;
+            row[r].hi = whole[r].hi < end ? whole[r].hi : end;
+            row[r].state = whole[r].state + (split - c->first_split) * (2 + c->view.v_dim);
+            row[r].out = row[r].state + 2;
+        }
+        c->kernels->attn_rows(job);
+    }
+}
 
 /* Rows of tokens [first, end) of one sequence and KV head. */
 static void attend_tokens(const struct call *c, int64_t seq, int64_t kv_head, int64_t first, int64_t end, struct attn_work *work)
@@ -235,15 +320,13 @@ static void attend_tokens(const struct call *c, int64_t seq, int64_t kv_head, in
     for (int64_t i = 0; i < n_rows; i += job.n_rows) {
         job.n_rows = (int)(n_rows - i < max_rows ? n_rows - i : max_rows);
         for (int r = 0; r < job.n_rows; r++) {
-            const int64_t token = first + (i + r) / c->group, head = kv_head * c->group + (i + r) % c->group, pos = at_zero + token;
-            row[r] = (struct attn_row){.q = a->q + token * a->q_token_stride + head * a->q_head_stride,
-                                           .out = a->out + token * a->out_token_stride + head * a->out_head_stride,
-                                           .lse = a->lse ? a->lse + token * a->H + head : NULL,
-                                           .sink = a->sink_logits ? a->sink_logits[head] : -INFINITY,
-                                           .slope = a->alibi_slopes ? a->alibi_slopes[head] : 0,
-                                           .pos = pos, .lo = first_visible(c, pos), .hi = pos + 1};
+            const int64_t token = first + (i + r) / c->group, head = kv_head * c->group + (i + r) % c->group;
+            row[r] = row_of(c, token, head, at_zero + token);
         }
-        c->kernels->attn_rows(&job);
+        if (c->states)
+            keep_states(c, &job, row);
+        else
+            c->kernels->attn_rows(&job);
     }
 }
 
@@ -283,39 +366,53 @@ static tl_status run(struct call *c)
     const int64_t n_units = c->Hkv * c->head_units;
     const bool shared = tl_worth_sharing(seen_keys(c) * (double)(c->view.k_dim + c->view.v_dim) / 2,
                                          (double)c->Hkv / (double)c->unit_tokens, (double)a->H);
-    return tl_pool_run(FN, a->tp, n_units, shared ? 1 : n_units, attend_units, c);
+    return tl_pool_run(c->fn, a->tp, n_units, shared ? 1 : n_units, attend_units, c);
 }
 
 static tl_status check(struct call *c)
 {
     const tl_paged_attn_args *a = c->a;
-    TL_TRY(check_pointers(a));
-    TL_TRY(tl_kv_view_check(FN, a->view));
-    TL_TRY(check_scalars(a));
+    TL_TRY(check_pointers(c));
+    TL_TRY(tl_kv_view_check(c->fn, a->view));
+    TL_TRY(check_scalars(c));
+    TL_TRY(check_splits(c));
     TL_TRY(check_shape(c));
+    TL_TRY(check_tables_size(c));
     c->total_q = a->B > 0 ? first_token(c, a->B) : 0;
     TL_TRY(check_size(c));
-    TL_TRY(tl_kernels_require(FN, &c->kernels));
+    TL_TRY(tl_kernels_require(c->fn, &c->kernels));
     TL_TRY(check_sequences(c));
     TL_TRY(check_overlap(c));
-    return tl_pool_check(FN, a->tp);
+    return tl_pool_check(c->fn, a->tp);
+}
+
+static tl_status check_and_run(struct call *c)
+{
+    const tl_paged_attn_args *a = c->a;
+    if (!a)
+        return tl_fail(TL_EINVAL, c->fn, "args is NULL");
+    if (a->size != sizeof *a)
+        return tl_fail(TL_EINVAL, c->fn, "size = %llu, this version's is %zu", (unsigned long long)a->size, sizeof *a);
+    TL_TRY(check(c));
+    if (c->total_q == 0)
+        return TL_OK;
+    c->Hkv = a->view->n_kv_heads;
+    c->group = a->H / c->Hkv;
+    c->view = attn_view_of(a->view);
+    const tl_fpenv caller = tl_fpenv_enter();
+    const tl_status status = run(c);
+    tl_fpenv_leave(caller);
+    return status;
 }
 
 tl_status tl_paged_attn_f32(const tl_paged_attn_args *args)
 {
-    if (!args)
-        return tl_fail(TL_EINVAL, FN, "args is NULL");
-    if (args->size != sizeof *args)
-        return tl_fail(TL_EINVAL, FN, "size = %llu, this version's is %zu", (unsigned long long)args->size, sizeof *args);
-    struct call c = {.a = args};
-    TL_TRY(check(&c));
-    if (c.total_q == 0)
-        return TL_OK;
-    c.Hkv = args->view->n_kv_heads;
-    c.group = args->H / c.Hkv;
-    c.view = attn_view_of(args->view);
-    const tl_fpenv caller = tl_fpenv_enter();
-    const tl_status status = run(&c);
-    tl_fpenv_leave(caller);
-    return status;
+    struct call c = {.fn = WHOLE, .a = args, .n_splits = 1};
+    return check_and_run(&c);
+}
+
+tl_status tl_paged_attn_states_f32(const tl_paged_attn_args *args, int64_t first_split, int64_t n_splits, float *states)
+{
+    struct call c = {.fn = STATES, .a = args, .states = states, .first_split = first_split, .n_splits = n_splits};
+    return check_and_run(&c);
 }
