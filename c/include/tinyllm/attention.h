@@ -109,7 +109,22 @@ typedef struct {
     float scale;
     float logits_softcap;        /* > 0, or 0: none */
     tl_pool *tp;                 /* who works; NULL: the calling thread */
+    void *workspace;             /* where splits may be worked on side by side, aligned for floats; NULL: none. Not read before */
+    size_t workspace_bytes;      /* at least tl_paged_attn_workspace's where workspace is not NULL */
 } tl_paged_attn_args;
+
+/* Splits that one worker has in a workspace at a time. */
+#define TL_ATTN_WAVE_SPLITS 4
+
+/* Bytes of workspace that let a few long sequences keep every worker of args->tp busy, by working on several splits of a row
+ * at once: total_q * H rows, each with the states of TL_ATTN_WAVE_SPLITS splits for every worker and one (m, L):
+ *
+ *     4 * total_q * H * (TL_ATTN_WAVE_SPLITS * threads * (2 + head_dim_v) + 2)
+ *
+ * whatever the contexts are; 0 for one worker. Without a workspace the call gives the same bits. Only B, H, cu_seqlens_q, the
+ * view's head_dim_v and tp are looked at. 0 with the slot set: args or its view NULL, a size that is not this version's, B < 0,
+ * H < 1, a number of bytes that would wrap. */
+TL_API size_t tl_paged_attn_workspace(const tl_paged_attn_args *args);
 
 /* Attention of any rows of any sequences over paged memory: decode, chunked prefill, the check of a draft, and any mixture
  * of them in one call, with any combination of options. Every row has the bits that plain decode at its position has.
@@ -121,17 +136,18 @@ typedef struct {
  * Errors, out and lse untouched; the first of these decides: TL_EINVAL for args NULL or a size that is not this version's;
  * a NULL pointer (view, its k or v, q, out, ctx_lens, block_tables), a view that is not sound, B < 0, table_stride < 1,
  * a scale that is NaN, a softcap that is negative, infinite or NaN; TL_ESHAPE for H < 1 or no multiple of the view's KV
- * heads; TL_EINVAL for out strides that let two rows share memory, a size beyond the address space; TL_EUNSUPPORTED for a
+ * heads; TL_EINVAL for out strides that let two rows share memory, a size beyond the address space, a workspace that is short or not
+ * aligned for floats; TL_EUNSUPPORTED for a
  * TINYLLM_ISA that is not here; then sequence by sequence TL_EINVAL for cu_seqlens_q that does not begin at 0 or decreases,
  * a context length below q_len (or below 1) or beyond the table, an entry that would be read and names no block; TL_EINVAL
- * where out or lse overlaps an input or the other; TL_EBUSY last. B == 0 with all else in order: TL_OK. */
+ * where out, lse or the workspace overlaps an input or another of them; TL_EBUSY last. B == 0 with all else in order: TL_OK. */
 TL_API tl_status tl_paged_attn_f32(const tl_paged_attn_args *args);
 
 /* States: what a range of splits leaves of each row, to be merged later, elsewhere, by anybody. A state is 2 + head_dim_v
  * floats: m (the largest score), L (the sum of exp(s - m)), then the values weighted by exp(s - m), unnormalised. A split in
  * which a row sees nothing leaves m = -inf and zeros.
  *
- *   args      as for tl_paged_attn_f32; out, its strides, lse and sink_logits are not used
+ *   args      as for tl_paged_attn_f32; out, its strides, lse, sink_logits and the workspace are not used
  *   states    [total_q, H, n_splits, 2 + head_dim_v], written: splits first_split .. first_split + n_splits - 1, each
  *             TL_ATTN_SPLIT positions from a multiple of it on
  *

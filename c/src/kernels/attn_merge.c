@@ -87,7 +87,11 @@ static void merge_rows(void *ctx, int64_t lo, int64_t hi, int worker)
     for (int64_t row = lo; row < hi; row++) {
         const struct attn_end end = {.out = m->out + row * m->dim, .lse = m->lse ? m->lse + row : NULL,
                                      .sink = m->sink_logits ? m->sink_logits[row % m->H] : -INFINITY, .dim = m->dim};
-        m->kernels->attn_merge_row(&end, m->parts, m->n_parts, row);
+        struct attn_state state = {-INFINITY, 0};
+        for (int64_t i = 0; i < m->n_parts; i++) {
+            const tl_attn_part *part = &m->parts[i];
+            m->kernels->attn_join_row(&end, &state, part->states + row * part->n_splits * (2 + m->dim), part->n_splits, i == m->n_parts - 1);
+        }
     }
 }
 

@@ -85,6 +85,11 @@ struct join {
     float x_scale, y_scale;
 };
 
+/* (m, L) of the splits merged so far, whose values are in the row's out; from { -INFINITY, 0 } on. */
+struct attn_state {
+    float m, denominator;
+};
+
 /* Where a row ends up. */
 struct attn_end {
     float *out; /* [dim] */

@@ -250,17 +250,14 @@ static void end_row(const job_t *job, int r, const float *values)
 
 /* ---- states that were kept ---- */
 
-void TL_ISA_FN(attn_merge_row)(const struct attn_end *end, const struct tl_attn_part *part, int64_t n_parts, int64_t row);
+void TL_ISA_FN(attn_join_row)(const struct attn_end *end, struct attn_state *row, const float *states, int64_t n_splits, bool last);
 
-void TL_ISA_FN(attn_merge_row)(const struct attn_end *end, const struct tl_attn_part *part, int64_t n_parts, int64_t row)
+void TL_ISA_FN(attn_join_row)(const struct attn_end *end, struct attn_state *row, const float *states, int64_t n_splits, bool last)
 {
-    float m = -INFINITY, denominator = 0;
-    for (int64_t i = 0; i < n_parts; i++)
-        for (int64_t k = 0; k < part[i].n_splits; k++) {
-            const float *state = part[i].states + (row * part[i].n_splits + k) * (2 + end->dim);
-            join_values(join_state(&m, &denominator, state[0], state[1]), state + 2, end->out, end->dim);
-        }
-    finish_row(end, m, denominator, end->out);
+    for (int64_t i = 0; i < n_splits; i++, states += 2 + end->dim)
+        join_values(join_state(&row->m, &row->denominator, states[0], states[1]), states + 2, end->out, end->dim);
+    if (last)
+        finish_row(end, row->m, row->denominator, end->out);
 }
 
 /* ---- a job ---- */

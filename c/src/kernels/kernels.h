@@ -6,6 +6,7 @@
 #ifndef TL_KERNELS_H
 #define TL_KERNELS_H
 
+#include <stdbool.h>
 #include <stdint.h>
 
 #include "numerics/isa_fn.h"
@@ -14,14 +15,14 @@
 
 struct attn_job;
 struct attn_end;
-struct tl_attn_part;
+struct attn_state;
 
 struct tl_kernels {
     const char *name;
     /* rows of attention that share one walk over K and V: attn_rows.h */
     void (*attn_rows)(const struct attn_job *job);
-    /* one row: the states of splits 0, 1, ... merged and finished; row: its number in the parts */
-    void (*attn_merge_row)(const struct attn_end *end, const struct tl_attn_part *part, int64_t n_parts, int64_t row);
+    /* one row: the next n_splits states merged into it; after the last ones it is finished */
+    void (*attn_join_row)(const struct attn_end *end, struct attn_state *row, const float *states, int64_t n_splits, bool last);
     /* one row of softmax, cols > 0, y may be x: canon's order */
     void (*softmax_row)(const float *x, float *y, int64_t cols);
     void (*softmax_online_row)(const float *x, float *y, int64_t cols);

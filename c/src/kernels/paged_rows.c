@@ -22,8 +22,8 @@ static const char *const WHOLE = "tl_paged_attn_f32", *const STATES = "tl_paged_
 struct call {
     const char *fn;
     const tl_paged_attn_args *a;
-    float *states; /* NULL: rows are finished */
-    int64_t first_split, n_splits;
+    float *states; /* NULL: rows are finished; else [row][state_stride][2 + v_dim], those of splits first_split .. in front */
+    int64_t first_split, n_splits, state_stride;
     const struct tl_kernels *kernels;
     struct kv_view view;
     int64_t Hkv, group, total_q;
@@ -154,6 +154,21 @@ static tl_status check_shape(const struct call *c)
     return TL_OK;
 }
 
+static bool workspace_size(const tl_paged_attn_args *a, int64_t total_q, size_t *bytes);
+
+static tl_status check_workspace(const struct call *c)
+{
+    const tl_paged_attn_args *a = c->a;
+    size_t bytes;
+    if (!a->workspace || c->fn == STATES)
+        return TL_OK;
+    if ((uintptr_t)a->workspace % _Alignof(float) != 0)
+        return tl_fail(TL_EINVAL, c->fn, "workspace at %p is not aligned for floats", a->workspace);
+    if (!workspace_size(a, c->total_q, &bytes) || a->workspace_bytes < bytes)
+        return tl_fail(TL_EINVAL, c->fn, "workspace_bytes = %zu, %zu are needed", a->workspace_bytes, bytes);
+    return TL_OK;
+}
+
 /* Before anything of the batch is read. */
 static tl_status check_tables_size(const struct call *c)
 {
@@ -262,7 +277,7 @@ static tl_status check_overlap(const struct call *c)
                  {"block_tables", a->block_tables, (size_t)(a->B * a->table_stride) * sizeof *a->block_tables},
                  {"alibi_slopes", a->alibi_slopes, (size_t)a->H * sizeof(float)},
                  {"sink_logits", a->sink_logits, (size_t)a->H * sizeof(float)},
-                 {"lse", lse, lse_bytes}};
+                 {"workspace", c->states ? NULL : a->workspace, a->workspace_bytes}, {"lse", lse, lse_bytes}};
     const int n_inputs = sizeof input / sizeof input[0];
     for (int i = 0; i < n_inputs; i++)
         if (tl_overlap(out_at, out_bytes, input[i].at, input[i].bytes))
@@ -270,6 +285,9 @@ static tl_status check_overlap(const struct call *c)
     for (int i = 0; i < n_inputs - 1; i++)
         if (tl_overlap(lse, lse_bytes, input[i].at, input[i].bytes))
             return tl_fail(TL_EINVAL, c->fn, "lse overlaps %s", input[i].name);
+    for (int i = 0; i < n_inputs - 2 && !c->states; i++)
+        if (tl_overlap(a->workspace, a->workspace_bytes, input[i].at, input[i].bytes))
+            return tl_fail(TL_EINVAL, c->fn, "workspace overlaps %s", input[i].name);
     return TL_OK;
 }
 
@@ -281,7 +299,7 @@ static struct attn_row row_of(const struct call *c, int64_t token, int64_t head,
     struct attn_row row = {.q = a->q + token * a->q_token_stride + head * a->q_head_stride, .sink = -INFINITY,
                            .slope = a->alibi_slopes ? a->alibi_slopes[head] : 0, .pos = pos, .lo = first_visible(c, pos), .hi = pos + 1};
     if (c->states) {
-        row.state = c->states + (token * a->H + head) * c->n_splits * (2 + c->view.v_dim);
+        row.state = c->states + (token * a->H + head) * c->state_stride * (2 + c->view.v_dim);
     } else {
         row.out = a->out + token * a->out_token_stride + head * a->out_head_stride;
         row.lse = a->lse ? a->lse + token * a->H + head : NULL;
@@ -330,21 +348,123 @@ static void attend_tokens(const struct call *c, int64_t seq, int64_t kv_head, in
     }
 }
 
+static void attend_unit(const struct call *c, int64_t unit, struct attn_work *work)
+{
+    const int64_t kv_head = unit / c->head_units, begin = unit % c->head_units * c->unit_tokens;
+    const int64_t end = begin + c->unit_tokens < c->total_q ? begin + c->unit_tokens : c->total_q;
+    for (int64_t token = begin, seq = sequence_of(c, begin), to; token < end; token = to, seq++) {
+        to = first_token(c, seq + 1) < end ? first_token(c, seq + 1) : end;
+        if (to > token)
+            attend_tokens(c, seq, kv_head, token, to, work);
+    }
+}
+
 static void attend_units(void *ctx, int64_t lo, int64_t hi, int worker)
 {
     const struct call *c = ctx;
     struct attn_work work;
     (void)worker;
-    for (int64_t unit = lo; unit < hi; unit++) {
-        const int64_t kv_head = unit / c->head_units, begin = unit % c->head_units * c->unit_tokens;
-        const int64_t end = begin + c->unit_tokens < c->total_q ? begin + c->unit_tokens : c->total_q;
-        for (int64_t token = begin, seq = sequence_of(c, begin), to; token < end; token = to, seq++) {
-            to = first_token(c, seq + 1) < end ? first_token(c, seq + 1) : end;
-            if (to > token)
-                attend_tokens(c, seq, kv_head, token, to, &work);
-        }
+    for (int64_t unit = lo; unit < hi; unit++)
+        attend_unit(c, unit, &work);
+}
+
+/* ---- splits side by side ---- */
+
+/* What a workspace holds: (m, L) of every row, and the states of the splits of a wave, [row][n_splits][2 + v_dim]. */
+struct waves {
+    struct call c; /* states, first_split, n_splits: of the wave */
+    struct attn_state *merged;
+    bool last;
+};
+
+static int64_t wave_splits(const tl_pool *tp)
+{
+    return TL_ATTN_WAVE_SPLITS * (int64_t)tl_pool_threads(tp);
+}
+
+/* False where it would wrap. */
+static bool workspace_size(const tl_paged_attn_args *a, int64_t total_q, size_t *bytes)
+{
+    int64_t floats, rows;
+    *bytes = 0;
+    if (tl_pool_threads(a->tp) == 1)
+        return true;
+    if (__builtin_add_overflow(a->view->head_dim_v, 2, &floats) || __builtin_mul_overflow(floats, wave_splits(a->tp), &floats) ||
+        __builtin_add_overflow(floats, 2, &floats) || __builtin_mul_overflow(total_q, a->H, &rows) ||
+        __builtin_mul_overflow(floats, rows, &floats) || floats > PTRDIFF_MAX / (int64_t)sizeof(float))
+        return false;
+    *bytes = (size_t)floats * sizeof(float);
+    return true;
+}
+
+/* Unit number unit of a wave: one split of one of the call's units. */
+static void attend_splits(void *ctx, int64_t lo, int64_t hi, int worker)
+{
+    const struct waves *w = ctx;
+    struct attn_work work;
+    (void)worker;
+    for (int64_t i = lo; i < hi; i++) {
+        const int64_t k = i % w->c.n_splits;
+        struct call one = w->c;
+        one.first_split += k;
+        one.n_splits = 1;
+        one.states += k * (2 + one.view.v_dim);
+        attend_unit(&one, i / w->c.n_splits, &work);
     }
 }
+
+static void merge_rows(void *ctx, int64_t lo, int64_t hi, int worker)
+{
+    const struct waves *w = ctx;
+    const tl_paged_attn_args *a = w->c.a;
+    const int64_t dim = w->c.view.v_dim;
+    (void)worker;
+    for (int64_t i = lo; i < hi; i++) {
+        const int64_t token = i / a->H, head = i % a->H;
+        const struct attn_end end = {.out = a->out + token * a->out_token_stride + head * a->out_head_stride,
+                                     .lse = a->lse ? a->lse + i : NULL, .sink = a->sink_logits ? a->sink_logits[head] : -INFINITY,
+                                     .dim = dim};
+        w->c.kernels->attn_join_row(&end, &w->merged[i], w->c.states + i * w->c.state_stride * (2 + dim), w->c.n_splits, w->last);
+    }
+}
+
+/* The splits that any row sees. */
+static struct range all_splits(const struct call *c)
+{
+    struct range splits = {INT64_MAX, 0};
+    for (int64_t seq = 0; seq < c->a->B; seq++) {
+        const int64_t n = c->a->ctx_lens[seq], rows = q_len(c, seq);
+        if (rows == 0)
+            continue;
+        const int64_t lo = first_visible(c, n - rows) / TL_ATTN_SPLIT, hi = (n - 1) / TL_ATTN_SPLIT + 1;
+        splits.lo = lo < splits.lo ? lo : splits.lo;
+        splits.hi = hi > splits.hi ? hi : splits.hi;
+    }
+    return splits;
+}
+
+/* Wave by wave: the states of some splits side by side, then their merge, in order. */
+static tl_status run_in_waves(const struct call *c, struct range splits)
+{
+    const int64_t n_rows = c->total_q * c->a->H, most = wave_splits(c->a->tp);
+    struct waves w = {.c = *c, .merged = c->a->workspace};
+    w.c.states = (float *)(w.merged + n_rows);
+    w.c.state_stride = most;
+    for (int64_t i = 0; i < n_rows; i++)
+        w.merged[i] = (struct attn_state){-INFINITY, 0};
+    for (int64_t first = splits.lo; first < splits.hi; first += most) {
+        w.c.first_split = first;
+        w.c.n_splits = splits.hi - first < most ? splits.hi - first : most;
+        w.last = first + w.c.n_splits == splits.hi;
+        TL_TRY(tl_pool_run(c->fn, c->a->tp, c->Hkv * c->head_units * w.c.n_splits, 1, attend_splits, &w));
+        TL_TRY(tl_pool_run(c->fn, c->a->tp, n_rows, (n_rows - 1) / tl_pool_threads(c->a->tp) + 1, merge_rows, &w));
+    }
+    return TL_OK;
+}
+
+/* ---- how the work is shared ---- */
+
+enum { UNITS_ENOUGH = 4 }; /* for each thread: then whole walks balance well enough */
 
 /* Keys that the rows of all sequences see, once for each of a sequence's tokens. */
 static double seen_keys(const struct call *c)
@@ -366,6 +486,10 @@ static tl_status run(struct call *c)
     const int64_t n_units = c->Hkv * c->head_units;
     const bool shared = tl_worth_sharing(seen_keys(c) * (double)(c->view.k_dim + c->view.v_dim) / 2,
                                          (double)c->Hkv / (double)c->unit_tokens, (double)a->H);
+    const struct range splits = all_splits(c);
+    if (shared && a->workspace && !c->states && tl_pool_threads(a->tp) > 1 && n_units < UNITS_ENOUGH * (int64_t)tl_pool_threads(a->tp) &&
+        splits.hi - splits.lo > 1)
+        return run_in_waves(c, splits);
     return tl_pool_run(c->fn, a->tp, n_units, shared ? 1 : n_units, attend_units, c);
 }
 
@@ -380,6 +504,7 @@ static tl_status check(struct call *c)
     TL_TRY(check_tables_size(c));
     c->total_q = a->B > 0 ? first_token(c, a->B) : 0;
     TL_TRY(check_size(c));
+    TL_TRY(check_workspace(c));
     TL_TRY(tl_kernels_require(c->fn, &c->kernels));
     TL_TRY(check_sequences(c));
     TL_TRY(check_overlap(c));
@@ -413,6 +538,24 @@ tl_status tl_paged_attn_f32(const tl_paged_attn_args *args)
 
 tl_status tl_paged_attn_states_f32(const tl_paged_attn_args *args, int64_t first_split, int64_t n_splits, float *states)
 {
-    struct call c = {.fn = STATES, .a = args, .states = states, .first_split = first_split, .n_splits = n_splits};
+    struct call c = {.fn = STATES, .a = args, .states = states, .first_split = first_split, .n_splits = n_splits, .state_stride = n_splits};
     return check_and_run(&c);
+}
+
+size_t tl_paged_attn_workspace(const tl_paged_attn_args *args)
+{
+    static const char fn[] = "tl_paged_attn_workspace";
+    size_t bytes = 0;
+    if (!args || args->size != sizeof *args || !args->view || args->B < 0 || args->H < 1) {
+        (void)tl_fail(TL_EINVAL, fn, !args                         ? "args is NULL"
+                                     : args->size != sizeof *args ? "args: size is not this version's"
+                                     : !args->view                ? "args: view is NULL"
+                                                                  : "args: B = %lld, H = %lld",
+                      args ? (long long)args->B : 0, args ? (long long)args->H : 0);
+        return 0;
+    }
+    const struct call c = {.fn = fn, .a = args};
+    if (!workspace_size(args, args->B > 0 ? first_token(&c, args->B) : 0, &bytes))
+        (void)tl_fail(TL_EINVAL, fn, "more bytes than memory has");
+    return bytes;
 }
