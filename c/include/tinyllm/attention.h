@@ -130,7 +130,7 @@ TL_API size_t tl_paged_attn_workspace(const tl_paged_attn_args *args);
  * of them in one call, with any combination of options. Every row has the bits that plain decode at its position has.
  *
  * Allocates nothing, takes some 60 KB of stack on each thread and no lock but the pool's.
- * A view is sound when its dtype is one of the three, block_tokens, n_kv_heads and head dims are at least 1, n_blocks >= 0, the
+ * A view is sound when its dtype is one of the three, reserved is 0, block_tokens, n_kv_heads and head dims are at least 1, n_blocks >= 0, the
  * strides are not negative and do not let two elements of K (or two of V) share memory, and its last element can be
  * addressed. K and V may share memory with each other.
  * Errors, out and lse untouched; the first of these decides: TL_EINVAL for args NULL or a size that is not this version's;

@@ -50,7 +50,8 @@ TL_API tl_status tl_kv_pool_view(const tl_kv_pool *kv, uint32_t layer, tl_kv_vie
  * Nothing but the given slots is written. Not thread-safe for one slot. T == 0: TL_OK.
  * Errors, nothing written: TL_EINVAL (a NULL pointer that would be used, T < 0, a view that is not sound (see
  * tl_paged_attn_f32), a slot below -1 or at or past n_blocks * block_tokens, a slot given twice); TL_EUNSUPPORTED (dtype is
- * neither TL_F32 nor the view's); TL_ENOMEM (the allocator hook has no T bits to look for slots given twice). */
+ * neither TL_F32 nor the view's); TL_ENOMEM (more than 64 slots that do not rise, and the allocator hook has no 16 * T
+ * bytes to look for ones given twice). Source strides that leave the address space: TL_EINVAL. */
 TL_API tl_status tl_kv_write_slots(const tl_kv_view *view, const int64_t *slots, int64_t T, const void *k, const void *v,
                                    int32_t dtype, int64_t k_token_stride, int64_t k_head_stride, int64_t v_token_stride,
                                    int64_t v_head_stride);
