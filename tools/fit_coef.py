@@ -208,7 +208,7 @@ def main() -> None:
               "exp_c": defines("EXP", exp_c), "exp_error": f"{exp_error:.2f}",
               "log_c": defines("LOG", log_c), "log_error": f"{log_error:.2f}",
               "tanh_small": c_float(TANH_SMALL), "tanh_error": f"{tanh_error:.2f}",
-              "tanh_c": "\n".join(f"#define TANH_C{4 - k} {c_float(v)}" for k, v in reversed(list(enumerate(tanh_c))))}
+              "tanh_c": "\n".join(f"#define TANH_C{k} {c_float(v)}" for k, v in enumerate(reversed(tanh_c)))}
     text = HEADER
     for name, value in fields.items():
         text = text.replace(f"<{name}>", value)

@@ -4,9 +4,10 @@
 The library is loaded when something first needs it, not by the import.
 """
 
-from tinyllm.attention import flash_attention, paged_attention_decode
+from tinyllm.attention import flash_attention, paged_attention, paged_attention_decode
 from tinyllm.errors import AbiMismatch, ClosedError, OutOfBlocks, TlError
 from tinyllm.infer.paged import PagedKVCache
+from tinyllm.kv_view import KVView
 from tinyllm.modern.window import windowed_attention
 from tinyllm.threads import ThreadPool
 
@@ -15,12 +16,14 @@ __version__ = "0.1.0"
 __all__ = [
     "AbiMismatch",
     "ClosedError",
+    "KVView",
     "OutOfBlocks",
     "PagedKVCache",
     "ThreadPool",
     "TlError",
     "__version__",
     "flash_attention",
+    "paged_attention",
     "paged_attention_decode",
     "windowed_attention",
 ]

@@ -2,8 +2,8 @@
 """The arithmetic of libtinyllm, numerics version 1, as runnable numpy: the definition of every bit.
 
 It shares no code with the C library, which must equal it bit for bit on every instruction set. Read it from
-top to bottom: one rounding (:func:`fma32`), exp and log, sixteen lanes, a row of attention, and then what the
-library exports.
+top to bottom: one rounding (:func:`fma32`), exp, log and tanh, sixteen lanes, a row of attention, and then
+what the library exports.
 
 Words:
 
@@ -54,7 +54,7 @@ def _hex(text: str) -> np.float32:
     return value
 
 
-# exp and log: the constants of c/src/numerics/coef.h, where the bounds they reach are stated.
+# exp, log and tanh: the constants of c/src/numerics/coef.h, where the bounds they reach are stated.
 EXP_OVERFLOW: Final = _hex("0x1.62e42ep+6")  # the largest x whose e^x rounds to a finite float
 EXP_LOWEST: Final = np.float32(-104)  # far below where results become +0
 EXP_LOG2E: Final = _hex("0x1.715476p+0")
@@ -78,6 +78,13 @@ LOG_C7: Final = _hex("0x1.226b2ap-3")
 LOG_C8: Final = _hex("-0x1.0f4f0ep-3")
 LOG_C9: Final = _hex("0x1.087e6p-3")
 LOG_C10: Final = _hex("-0x1.383ebcp-4")
+
+TANH_SMALL: Final = _hex("0x1.4p-1")
+TANH_C0: Final = _hex("-0x1.750ce2p-8")  # of the highest power
+TANH_C1: Final = _hex("0x1.51f8cep-6")
+TANH_C2: Final = _hex("-0x1.b835a4p-5")
+TANH_C3: Final = _hex("0x1.1106f6p-3")
+TANH_C4: Final = _hex("-0x1.555532p-2")
 
 
 def require(x: npt.ArrayLike, dtype: type[np.generic], name: str) -> Array:
@@ -123,7 +130,7 @@ def maximum(x: F32, y: F32) -> F32:
     return np.where(np.isnan(x) | (y <= x), x, y)
 
 
-# --- exp and log --------------------------------------------------------------------------------------------
+# --- exp, log and tanh --------------------------------------------------------------------------------------
 
 
 def _polynomial(x: F32, *coefficients: np.float32) -> F32:
@@ -178,6 +185,20 @@ def log32(x: F32) -> F32:
     return np.where(np.isnan(x) | (x < 0), NAN, result)
 
 
+@np.errstate(all="ignore")
+def tanh32(x: F32) -> F32:
+    """The hyperbolic tangent: an odd polynomial below TANH_SMALL, from there on 1 - 2 / (e^2a + 1), a = |x|.
+
+    The sign is that of x, zeros included; 1 for large x and +inf; NaN at NaN.
+    """
+    a = np.abs(x)
+    z = a * a
+    p = _polynomial(z, TANH_C0, TANH_C1, TANH_C2, TANH_C3, TANH_C4)
+    small = fma32(a, p * z, a)
+    large = ONE - np.float32(2) / (exp32(a + a) + ONE)
+    return np.where(np.isnan(x), NAN, np.copysign(np.where(a < TANH_SMALL, small, large), x))
+
+
 # --- sixteen lanes ------------------------------------------------------------------------------------------
 
 
@@ -204,6 +225,25 @@ def scores(q: F32, k: F32, scale: np.float32) -> F32:
     """Rows q [R, D] against keys k [n, D]: scale * dot, [R, n]."""
     s: F32 = scale * dot(q[:, None, :], k[None, :, :])
     return s
+
+
+@np.errstate(all="ignore")
+def soft_cap(s: F32, cap: np.float32) -> F32:
+    """cap * tanh(s / cap): scores that stay within -cap .. cap."""
+    capped: F32 = cap * tanh32(np.divide(s, cap, dtype=np.float32))
+    return capped
+
+
+@np.errstate(all="ignore")
+def add_alibi(s: F32, slope: F32, position: I64, j: I64) -> F32:
+    """s + slope * (j - position): scores s [R, n] of rows at ``position`` [R] with keys at j [n] of one tile.
+
+    The distance is that of the tile's first position, rounded to float32, plus the key's place in the tile.
+    """
+    first = j[0] - j[0] % TILE
+    to_tile = (first - position).astype(np.float32)
+    distance = to_tile[:, None] + (j - first).astype(np.float32)
+    return fma32(slope[:, None], distance, s)
 
 
 # --- a row of attention -------------------------------------------------------------------------------------
@@ -335,17 +375,115 @@ def visible(position: int, n_keys: int, causal: bool, window: int) -> tuple[int,
 
 @dataclass
 class Rows:
-    """R rows of any heads that read the same KV head: q [R, D], what each sees, a sink logit each or none."""
+    """R rows of any heads that read the same KV head: q [R, D], what each sees, a sink logit each or none.
+
+    slope: what alibi multiplies the distance to a key by, each or none; ``position`` is where the rows stand.
+    """
 
     q: F32
     low: I64
     high: I64
     sink: F32 | None = None
+    slope: F32 | None = None
+    position: I64 | None = None
 
-    def over(self, k: F32, v: F32, scale: float) -> tuple[F32, F32]:
-        """(out [R, D], lse [R]) over keys and values [n, D]; ``scale`` is rounded to float32."""
-        state = attend(lambda j, end: scores(self.q, k[j:end], np.float32(scale)), v, self.low, self.high)
+    def over(self, k: F32, v: F32, scale: float, softcap: float = 0.0) -> tuple[F32, F32]:
+        """(out [R, Dv], lse [R]) over keys [n, D] and values [n, Dv]; both numbers are rounded to float32."""
+        cap = np.float32(softcap)
+
+        def score_tile(j: int, end: int) -> F32:
+            s = scores(self.q, k[j:end], np.float32(scale))
+            if cap > 0:
+                s = soft_cap(s, cap)
+            if self.slope is not None and self.position is not None:
+                s = add_alibi(s, self.slope, self.position, np.arange(j, end))
+            return s
+
+        state = attend(score_tile, v, self.low, self.high)
         return finish(state if self.sink is None else add_sink(state, self.sink))
+
+
+def widened(stored: Array) -> F32:
+    """float16, float32, or bfloat16 as its codes in uint16, as float32."""
+    if stored.dtype == np.float16:
+        return f16_to_f32(stored.view(np.uint16))
+    return bf16_to_f32(stored) if stored.dtype == np.uint16 else require(stored, np.float32, "k, v")
+
+
+def per_head(values: F32 | None, heads: int, name: str) -> F32 | None:
+    """float32 [H] or None, or ValueError."""
+    if values is not None and require(values, np.float32, name).shape != (heads,):
+        raise ValueError(f"{name}: expected shape ({heads},), got {values.shape}")
+    return values
+
+
+def paged_attn(
+    q: F32,
+    k_blocks: Array,
+    v_blocks: Array,
+    block_tables: npt.NDArray[np.integer[Any]],
+    ctx_lens: npt.NDArray[np.integer[Any]],
+    *,
+    scale: float,
+    cu_seqlens_q: npt.NDArray[np.integer[Any]] | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
+    alibi_slopes: F32 | None = None,
+    sink_logits: F32 | None = None,
+) -> tuple[F32, F32]:
+    """``tl_paged_attn_f32``: (out [total_q, H, Dv], lse [total_q, H]), float32.
+
+    q: float32 [total_q, H, Dk]. k_blocks [n_blocks, Hkv, b, Dk] and v_blocks [n_blocks, Hkv, b, Dv]:
+    float16, float32, or bfloat16 as uint16. block_tables: integers [B, n]. ctx_lens: integers [B].
+    cu_seqlens_q: integers [B + 1]; None is a row each. Row i of a sequence stands at ctx_len - q_len + i.
+    Only table entries that hold a visible position are looked at. ValueError: shapes that disagree, a context
+    or needed entry out of range.
+    """
+    require(q, np.float32, "q")
+    n_blocks, kv_heads, block_tokens, width = k_blocks.shape
+    heads = q.shape[1]
+    if q.shape[2] != width or v_blocks.shape[:3] != k_blocks.shape[:3] or heads % kv_heads:
+        raise ValueError(f"shapes disagree: q {q.shape}, k {k_blocks.shape}, v {v_blocks.shape}")
+    sinks, slopes = per_head(sink_logits, heads, "sink_logits"), per_head(alibi_slopes, heads, "alibi_slopes")
+    batch, group = len(ctx_lens), heads // kv_heads
+    starts = np.arange(batch + 1) if cu_seqlens_q is None else np.asarray(cu_seqlens_q, np.int64)
+    if len(starts) != batch + 1 or starts[0] != 0 or starts[-1] != len(q) or (np.diff(starts) < 0).any():
+        raise ValueError(f"cu_seqlens_q: {starts} for {batch} sequences and {len(q)} rows")
+
+    out = np.empty((len(q), heads, v_blocks.shape[3]), np.float32)
+    lse = np.empty((len(q), heads), np.float32)
+    for s in range(batch):
+        rows = slice(int(starts[s]), int(starts[s + 1]))
+        n_rows, n, table = rows.stop - rows.start, int(ctx_lens[s]), np.asarray(block_tables[s])
+        if not n_rows <= n <= len(table) * block_tokens or (cu_seqlens_q is None and n < 1):
+            raise ValueError(f"sequence {s}: {n_rows} rows, {n} in {len(table)} blocks of {block_tokens}")
+        if n_rows == 0:
+            continue
+        position = np.arange(n - n_rows, n)
+        low, high = np.array([visible(int(p), n, True, window) for p in position], np.int64).T
+        held = np.arange(low[0], n)
+        block, slot = table[held // block_tokens].astype(np.int64), held % block_tokens
+        if not ((block >= 0) & (block < n_blocks)).all():
+            raise ValueError(f"sequence {s}: blocks {np.unique(block)} of {n_blocks}")
+        k = np.zeros((n, kv_heads, width), np.float32)  # by position; what no row sees stays 0
+        v = np.zeros((n, kv_heads, v_blocks.shape[3]), np.float32)
+        k[held] = widened(k_blocks[block, :, slot])
+        v[held] = widened(v_blocks[block, :, slot])
+        for g in range(kv_heads):
+            own = slice(g * group, (g + 1) * group)
+            # Row by row, and within a row head by head.
+            tall = Rows(
+                q[rows, own].reshape(n_rows * group, width),
+                np.repeat(low, group),
+                np.repeat(high, group),
+                None if sinks is None else np.tile(sinks[own], n_rows),
+                None if slopes is None else np.tile(slopes[own], n_rows),
+                np.repeat(position, group),
+            )
+            out_rows, lse_rows = tall.over(k[:, g], v[:, g], scale, softcap)
+            out[rows, own] = out_rows.reshape(n_rows, group, -1)
+            lse[rows, own] = lse_rows.reshape(n_rows, group)
+    return out, lse
 
 
 def paged_attn_decode(
@@ -364,33 +502,11 @@ def paged_attn_decode(
     [B, max_blocks]; ctx_lens: integers [B], the newest position included. Only table entries that hold a
     visible position are looked at. ValueError: shapes that disagree, a context or needed entry out of range.
     """
-    require(q, np.float32, "q")
     require(k_blocks, np.float16, "k_blocks")
     require(v_blocks, np.float16, "v_blocks")
-    n_blocks, kv_heads, block_tokens, width = k_blocks.shape
-    batch, heads, q_width = q.shape
-    if q_width != width or v_blocks.shape != k_blocks.shape or heads % kv_heads:
-        raise ValueError(f"shapes disagree: q {q.shape}, k {k_blocks.shape}, v {v_blocks.shape}")
-    group = heads // kv_heads
-
-    out = np.empty_like(q)
-    for s in range(batch):
-        n, table = int(ctx_lens[s]), np.asarray(block_tables[s])
-        if not 1 <= n <= len(table) * block_tokens:
-            raise ValueError(f"sequence {s}: context {n}, {len(table)} blocks of {block_tokens}")
-        low, high = visible(n - 1, n, True, window)
-        position = np.arange(low, high)
-        block, slot = table[position // block_tokens].astype(np.int64), position % block_tokens
-        if not ((block >= 0) & (block < n_blocks)).all():
-            raise ValueError(f"sequence {s}: blocks {np.unique(block)} of {n_blocks}")
-        k = np.zeros((n, kv_heads, width), np.float32)  # by position; what the row does not see stays 0
-        v = np.zeros_like(k)
-        k[position] = f16_to_f32(k_blocks[block, :, slot].view(np.uint16))
-        v[position] = f16_to_f32(v_blocks[block, :, slot].view(np.uint16))
-        for g in range(kv_heads):
-            own = slice(g * group, (g + 1) * group)
-            rows = Rows(q[s, own], np.full(group, low), np.full(group, high))
-            out[s, own], _ = rows.over(k[:, g], v[:, g], scale)
+    if v_blocks.shape != k_blocks.shape:
+        raise ValueError(f"shapes disagree: k {k_blocks.shape}, v {v_blocks.shape}")
+    out, _ = paged_attn(q, k_blocks, v_blocks, block_tables, ctx_lens, scale=scale, window=window)
     return out
 
 
@@ -416,8 +532,7 @@ def flash_attn_fwd(
     kv_batch, kv_heads, n_keys, kv_width = k.shape
     if k.shape != v.shape or (kv_batch, kv_width) != (batch, width) or kv_heads < 1 or heads % kv_heads:
         raise ValueError(f"shapes disagree: q {q.shape}, k {k.shape}, v {v.shape}")
-    if sink_logits is not None and require(sink_logits, np.float32, "sink_logits").shape != (heads,):
-        raise ValueError(f"sink_logits: expected shape ({heads},), got {sink_logits.shape}")
+    per_head(sink_logits, heads, "sink_logits")
     group = heads // kv_heads
     seen = [visible(q_offset + i, n_keys, causal, window) for i in range(n_rows)] * group
     low, high = np.array(seen, np.int64).reshape(-1, 2).T

@@ -4,7 +4,7 @@
  *
  * ref_row is the arithmetic of ABI.md ("Bits") spelled out in scalar C: the library must equal it bit for bit.
  * ref64_row is plain softmax in double: the library must come close to it. Both share no code with the library but
- * tl_expf.
+ * tl_expf and the coefficients of tanh.
  *
  * Words. lane, tile, split: as in attention.h. case: one decode step (struct paged) in a pool of its own, where every
  * slot that no row sees holds poison, every table entry that must not be read holds garbage, and every array ends at an
@@ -17,6 +17,7 @@
 #include "check.h"
 #include "kernels/kernels.h"
 #include "kernels/sharing.h"
+#include "numerics/coef.h"
 #include "tinyllm.h"
 
 #define PAINT 0x7FC0BEEFu /* what outputs hold before a call: a NaN that no kernel writes */
@@ -47,18 +48,27 @@ static inline float *floats(int64_t n)
 
 /* ---- the arithmetic ---- */
 
-/* One row of q against the keys of its KV head: k and v are [positions][D] from position 0; positions lo .. hi are
- * seen. */
+/* One row of q against the keys of its KV head: k is [positions][D] from position 0, v likewise or Dv wide; positions
+ * lo .. hi are seen. */
 struct ref_row {
     const float *q, *k, *v;
     int64_t D, lo, hi;
     float scale;
-    const float *sink; /* or NULL */
+    const float *sink;  /* or NULL */
+    int64_t Dv;         /* 0: D */
+    float softcap;      /* 0: none */
+    const float *slope; /* of alibi, or NULL */
+    int64_t p;          /* where the row stands: read where there is a slope */
 };
+
+static inline int64_t ref_width(const struct ref_row *r)
+{
+    return r->Dv ? r->Dv : r->D;
+}
 
 struct ref_state {
     float m, L;
-    float *a; /* [D] */
+    float *a; /* [Dv] */
 };
 
 static inline float ref_max(float a, float b)
@@ -76,19 +86,48 @@ static inline float ref_fold(const float *lane)
     return x[0];
 }
 
+static inline float ref_tanh(float x)
+{
+    const float a = fabsf(x), z = a * a;
+    if (a < TANH_SMALL) {
+        float p = TANH_C0;
+        p = fmaf(p, z, TANH_C1);
+        p = fmaf(p, z, TANH_C2);
+        p = fmaf(p, z, TANH_C3);
+        p = fmaf(p, z, TANH_C4);
+        p = p * z;
+        return copysignf(fmaf(a, p, a), x);
+    }
+    const float t = tl_expf(2 * a) + 1, q = 2 / t;
+    return copysignf(1 - q, x);
+}
+
+/* j - p by way of the tile: each step rounds, exact below 2^24. */
+static inline float ref_distance(int64_t j, int64_t p)
+{
+    const int64_t tile = j / TL_ATTN_TILE * TL_ATTN_TILE;
+    return (float)(tile - p) + (float)(j - tile);
+}
+
 static inline float ref_score(const struct ref_row *r, int64_t j)
 {
     float lane[16] = {0};
     for (int64_t d = 0; d < r->D; d++)
         lane[d % 16] = fmaf(r->q[d], r->k[j * r->D + d], lane[d % 16]);
-    return r->scale * ref_fold(lane);
+    float s = r->scale * ref_fold(lane);
+    if (r->softcap > 0) {
+        const float y = s / r->softcap;
+        s = r->softcap * ref_tanh(y);
+    }
+    return r->slope ? fmaf(*r->slope, ref_distance(j, r->p), s) : s;
 }
 
 /* Positions from .. to, all of one split, in tiles of sixteen. */
 static inline void ref_split(const struct ref_row *r, int64_t from, int64_t to, struct ref_state *state)
 {
+    const int64_t Dv = ref_width(r);
     float m = -INFINITY, lane[16] = {0}, *a = state->a;
-    memset(a, 0, (size_t)r->D * sizeof *a);
+    memset(a, 0, (size_t)Dv * sizeof *a);
     for (int64_t tile = from / TL_ATTN_TILE; tile <= to / TL_ATTN_TILE; tile++) {
         const int64_t lo = max64(from, tile * TL_ATTN_TILE), hi = min64(to, tile * TL_ATTN_TILE + TL_ATTN_TILE - 1);
         float s[TL_ATTN_TILE], top = m;
@@ -102,15 +141,15 @@ static inline void ref_split(const struct ref_row *r, int64_t from, int64_t to, 
             const float alpha = tl_expf(m - top);
             for (int i = 0; i < 16; i++)
                 lane[i] = lane[i] * alpha;
-            for (int64_t d = 0; d < r->D; d++)
+            for (int64_t d = 0; d < Dv; d++)
                 a[d] = a[d] * alpha;
             m = top;
         }
         for (int64_t j = lo; j <= hi; j++) {
             const float p = tl_expf(s[j - lo] - m);
             lane[j % 16] = lane[j % 16] + p;
-            for (int64_t d = 0; d < r->D; d++)
-                a[d] = fmaf(p, r->v[j * r->D + d], a[d]);
+            for (int64_t d = 0; d < Dv; d++)
+                a[d] = fmaf(p, r->v[j * Dv + d], a[d]);
         }
     }
     state->m = m;
@@ -158,20 +197,21 @@ static inline float ref_canon(float x)
     return isnan(x) ? float_of(TL_NAN_BITS) : x;
 }
 
-/* out [D], and what lse is made of: lse = m + log(L). L == 0: nothing was seen. */
+/* out [Dv], and what lse is made of: lse = m + log(L). L == 0: nothing was seen. */
 static inline void ref_row(const struct ref_row *r, float *out, float *m, float *L)
 {
-    float *buffer = floats(2 * r->D);
-    struct ref_state run = {-INFINITY, 0, buffer}, next = {-INFINITY, 0, buffer + r->D};
+    const int64_t Dv = ref_width(r);
+    float *buffer = floats(2 * Dv);
+    struct ref_state run = {-INFINITY, 0, buffer}, next = {-INFINITY, 0, buffer + Dv};
     for (int64_t split = r->lo / TL_ATTN_SPLIT; r->lo <= r->hi && split <= r->hi / TL_ATTN_SPLIT; split++) {
         const int64_t first = split * TL_ATTN_SPLIT;
         ref_split(r, max64(r->lo, first), min64(r->hi, first + TL_ATTN_SPLIT - 1), &next);
-        ref_merge(&run, &next, r->D);
+        ref_merge(&run, &next, Dv);
     }
     if (r->sink && *r->sink != -INFINITY)
-        ref_sink(&run, *r->sink, r->D);
+        ref_sink(&run, *r->sink, Dv);
     const float inverse = 1.0f / run.L;
-    for (int64_t d = 0; d < r->D; d++)
+    for (int64_t d = 0; d < Dv; d++)
         out[d] = run.L == 0 ? 0.0f : ref_canon(run.a[d] * inverse);
     *m = run.m, *L = run.L;
     free(buffer);

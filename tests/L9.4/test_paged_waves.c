@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: MIT */
-/* test_paged_waves.c: a workspace changes when splits are worked on, and no bit. */
+/* test_paged_waves.c: a workspace changes when splits are worked on, and a shared prefix how often it is read; neither
+ * changes a bit. */
 #include "attn_ref.h"
 
-enum { H = 6, HKV = 2, D = 24, BLOCK = 16, MAX_CTX = 20000 };
+enum { H = 6, HKV = 2, D = 8, BLOCK = 16, MAX_CTX = 9600 };
 
 struct waves_case {
     tl_kv_pool *kv;
@@ -28,8 +29,11 @@ static void waves_make(struct waves_case *w, const int32_t *ctx, const int32_t *
     CHECK_STATUS(tl_kv_pool_create(&cfg, &w->kv), TL_OK);
     CHECK_STATUS(tl_kv_pool_view(w->kv, 0, &w->view), TL_OK);
     uint16_t *data = tl_kv_block_ptr(w->kv, 0, 0, 0);
+    static uint16_t noise[4099];
+    for (int i = 0; i < 4099; i++)
+        noise[i] = tl_f32_to_f16(small(&rng));
     for (size_t i = 0; i < 3 * (size_t)most * tl_kv_block_bytes(w->kv) / 2; i++)
-        data[i] = tl_f32_to_f16(small(&rng));
+        data[i] = noise[i % 4099];
     w->tables = must_alloc((size_t)(3 * most) * sizeof *w->tables);
     for (int64_t i = 0; i < 3 * most; i++)
         w->tables[i] = (uint32_t)(3 * most - 1 - i);
@@ -58,7 +62,7 @@ static void waves_free(struct waves_case *w)
 
 TEST(a_workspace_changes_no_bit)
 {
-    static const int32_t ctx[][3] = {{20000, 5, 40}, {1, 1025, 9000}, {1024, 1023, 17408}, {3000, 3000, 3000}, {16385, 0, 12}, {3540, 5, 40}};
+    static const int32_t ctx[][3] = {{9400, 5, 40}, {1, 1025, 9000}, {1024, 1023, 8193}, {3000, 3000, 3000}, {9217, 0, 12}, {3540, 5, 40}};
     static const int32_t rows[][3] = {{1, 1, 1}, {1, 3, 2}, {7, 0, 1}, {40, 1, 1}, {1, 0, 1}, {40, 0, 0}}; /* the last: the rows of one sequence begin in two splits */
     for (int i = 0; i < 6; i++)
         for (int options = 0; options < 4; options++) {
@@ -133,10 +137,55 @@ TEST(the_size_of_a_workspace_is_asked_for_with_care)
     CHECK(tl_paged_attn_workspace(&bad) == 0, "no heads");
     bad = w.args, bad.B = -1;
     CHECK(tl_paged_attn_workspace(&bad) == 0, "B below 0");
+    const int32_t below[] = {0, 0, 0, -1};
+    bad = w.args, bad.cu_seqlens_q = below;
+    CHECK(tl_paged_attn_workspace(&bad) == 0, "fewer rows than none");
     bad = w.args, bad.H = INT64_MAX / 8;
     CHECK(tl_paged_attn_workspace(&bad) == 0, "a size that wraps");
     tl_pool_destroy(tp);
     waves_free(&w);
+}
+
+/* out and lse of every sequence by a call of its own. */
+static void alone(const struct waves_case *w, float *out, float *lse)
+{
+    for (int s = 0; s < 3; s++) {
+        const int32_t rows = w->cu[s + 1] - w->cu[s], cu[] = {0, rows};
+        tl_paged_attn_args one = w->args;
+        one.B = 1, one.cu_seqlens_q = cu, one.ctx_lens += s, one.block_tables += s * one.table_stride, one.tp = NULL;
+        one.q += (int64_t)w->cu[s] * H * D;
+        one.out = out + (int64_t)w->cu[s] * H * D, one.lse = lse + (int64_t)w->cu[s] * H;
+        CHECK_STATUS(tl_paged_attn_f32(&one), TL_OK);
+    }
+}
+
+TEST(a_prefix_that_is_shared_is_read_once_and_changes_no_bit)
+{
+    static const int32_t ctx[][3] = {{5000, 4200, 4500}, {2048, 2049, 2100}, {1025, 3000, 1024}, {3000, 10, 3000}, {1030, 1040, 1034}};
+    static const int32_t rows[][3] = {{1, 1, 1}, {1, 2, 1}, {1, 1, 1}, {1, 1, 1}, {3, 9, 11}};
+    static const int shared[][2] = {{0, 0}, {63, 64}, {64, 64}, {64, 63}, {65, 64}, {130, 70}, {129, 250}, {600, 600}};
+    for (int i = 0; i < 5; i++)
+        for (int k = 0; k < 8; k++)
+            for (int options = 0; options < 4; options++) {
+                struct waves_case w;
+                waves_make(&w, ctx[i], rows[i], 1900 + (uint64_t)i);
+                const int64_t n = w.cu[3] * H, stride = w.args.table_stride;
+                for (int s = 1; s < 3; s++)
+                    memcpy(w.tables + s * stride, w.tables + (s - 1) * stride, (size_t)shared[k][s - 1] * sizeof *w.tables);
+                w.args.window = options == 3 ? 1500 : 0;
+                if (options & 1)
+                    w.args.sink_logits = w.sinks, w.args.alibi_slopes = w.slopes, w.args.logits_softcap = 20;
+                float *want = floats(n * D), *want_lse = floats(n);
+                alone(&w, want, want_lse);
+                tl_pool *tp = options == 2 ? make_threads(3) : NULL;
+                w.args.tp = tp;
+                CHECK_STATUS(tl_paged_attn_f32(&w.args), TL_OK);
+                CHECK_SAME(w.out, want, n * D, "case %d, shared %d and %d, options %d", i, shared[k][0], shared[k][1], options);
+                CHECK_SAME(w.lse, want_lse, n, "case %d, shared %d and %d, options %d: lse", i, shared[k][0], shared[k][1], options);
+                tl_pool_destroy(tp);
+                free(want), free(want_lse);
+                waves_free(&w);
+            }
 }
 
 CHECK_MAIN()

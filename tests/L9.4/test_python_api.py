@@ -542,6 +542,9 @@ def test_after_close_every_method_says_closed(lib: Lib) -> None:
         "add_seq": lambda: cache.add_seq("b"),
         "fork": lambda: cache.fork("a", "b"),
         "append": lambda: cache.append("a", 0, k, k),
+        "truncate": lambda: cache.truncate("a", 0),
+        "trim_front": lambda: cache.trim_front("a", 1),
+        "view": lambda: cache.view(0),
         "block_table": lambda: cache.block_table("a"),
         "seq_len": lambda: cache.seq_len("a"),
         "gather": lambda: cache.gather("a", 0),
@@ -813,6 +816,7 @@ def test_the_surface_is_what_it_says(lib: Lib) -> None:
     places = {
         "tinyllm.ffi.libtinyllm": ("TlError", "AbiMismatch"),
         "tinyllm.infer.paged": ("OutOfBlocks", "PagedKVCache"),
+        "tinyllm.kv_view": ("KVView",),
         "tinyllm.modern.window": ("windowed_attention",),
     }
     for module, names in places.items():

@@ -143,13 +143,13 @@ def test_maximum_keeps_nan_and_the_first_of_equals(x: float, y: float) -> None:
         assert same_bits(got, f32(y if y > x else x))
 
 
-# --- exp and log --------------------------------------------------------------------------------------------
+# --- exp, log and tanh --------------------------------------------------------------------------------------
 
 
 def test_coefficients_are_those_of_the_header() -> None:
     text = (ROOT / "c/src/numerics/coef.h").read_text()
-    defined = dict(re.findall(r"^#define ((?:EXP|LOG)_\w+)\s+(\S+)", text, re.M))
-    assert len(defined) >= 20
+    defined = dict(re.findall(r"^#define ((?:EXP|LOG|TANH)_\w+)\s+(\S+)", text, re.M))
+    assert len(defined) >= 26
     magic = defined.pop("EXP_MAGIC")  # rounds to an integer by addition; the reference says rint
     assert float.fromhex(magic.rstrip("f")) == 1.5 * 2**23
     for name, value in defined.items():
@@ -215,6 +215,20 @@ def test_log_edges() -> None:
     assert same_bits(ref.log32(f32(1, 0, -0.0, INF)), f32(0, -INF, -INF, INF))
     assert all_canonical_nan(ref.log32(f32(-1, -INF, NAN)))
     assert same_bits(ref.log32(f32(2, 8)), f32(0.6931472, 2.0794415))
+
+
+def test_tanh_is_within_its_bound_and_odd() -> None:
+    x = np.concatenate([every_nth_float(1e-45, 20, 20011), every_nth_float(0.5, 9.1, 301)])
+    error = ulps(ref.tanh32(x), np.tanh(x.astype(np.longdouble)))
+    assert error.max() <= 1.371, x[error.argmax()]
+    assert same_bits(ref.tanh32(-x), -ref.tanh32(x))
+
+
+def test_tanh_edges() -> None:
+    x = f32(0, -0.0, 1e-45, -1e-45, 9.02, 1e30, INF, -INF)
+    assert same_bits(ref.tanh32(x), f32(0, -0.0, 1e-45, -1e-45, 1, 1, 1, -1))
+    assert all_canonical_nan(ref.tanh32(f32(NAN)))
+    assert same_bits(ref.tanh32(f32(0.5, 1, -2)), f32(0.46211717, 0.76159418, -0.9640276))
 
 
 # --- sixteen lanes ------------------------------------------------------------------------------------------

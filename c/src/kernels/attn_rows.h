@@ -48,12 +48,18 @@ enum {
     ATTN_SPLIT_TILES = TL_ATTN_SPLIT / TL_ATTN_TILE
 };
 
+/* (m, L) of the splits merged so far, whose values are in the row's out; from { -INFINITY, 0 } on. */
+struct attn_state {
+    float m, denominator;
+};
+
 /* One query row: it sees positions lo .. hi-1 (none where lo >= hi). */
 struct attn_row {
     const float *q; /* [k_dim] */
     float *out;     /* [v_dim]; holds the merge of the finished splits while the job runs */
     float *lse;     /* or NULL */
     float *state;   /* NULL; or where the state of a row goes that sees no more than one split: m, L, then [v_dim], which is `out` */
+    struct attn_state *carry; /* of a job that resumes or suspends: the splits before, the splits so far */
     float sink;     /* -inf: none */
     float slope;    /* ALiBi's, where the job has it */
     int64_t pos, lo, hi;
@@ -83,11 +89,6 @@ struct tile_note {
 struct join {
     enum { JOIN_KEEP, JOIN_TAKE, JOIN_BLEND } how;
     float x_scale, y_scale;
-};
-
-/* (m, L) of the splits merged so far, whose values are in the row's out; from { -INFINITY, 0 } on. */
-struct attn_state {
-    float m, denominator;
 };
 
 /* Where a row ends up. */
@@ -130,6 +131,8 @@ struct attn_job {
     int64_t kv_head;
     float scale, softcap; /* 0: none */
     bool has_alibi;
+    bool resumes;  /* rows go on from their carry and out; lo is where a split begins */
+    bool suspends; /* rows are not finished: their carry and out are left for a job that resumes; hi is where a split ends */
     struct attn_work *work;
     const struct attn_path *next; /* what the caller will walk after this, to be fetched early; or NULL */
     int n_rows; /* 1 .. attn_max_rows(k_dim, v_dim) */

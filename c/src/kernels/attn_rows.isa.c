@@ -242,7 +242,9 @@ static void end_row(const job_t *job, int r, const float *values)
 {
     const struct attn_row *row = &job->row[r];
     const float m = job->work->max[r], denominator = job->work->denominator[r];
-    if (row->state)
+    if (job->suspends)
+        *row->carry = (struct attn_state){m, denominator};
+    else if (row->state)
         keep_state(row->state, m, denominator, values, job->view->v_dim);
     else
         finish_row(&(struct attn_end){row->out, row->lse, row->sink, job->view->v_dim}, m, denominator, values);
@@ -287,12 +289,14 @@ void TL_ISA_FN(attn_rows)(const struct attn_job *job)
     const bool narrow = job->n_rows * attn_padded(max64(job->view->k_dim, job->view->v_dim)) <= ATTN_ACC;
     line_up_queries(job, narrow);
     find_path(job);
-    for (int r = 0; r < job->n_rows; r++)
-        job->work->max[r] = -INFINITY;
+    for (int r = 0; r < job->n_rows; r++) {
+        job->work->max[r] = job->resumes ? job->row[r].carry->m : -INFINITY;
+        job->work->denominator[r] = job->resumes ? job->row[r].carry->denominator : 0;
+    }
     const int64_t first = job->work->path.lo / 16, end = (job->work->path.hi + 15) / 16;
     if (first < end)
         walk_from(job, job->work->path.lo);
-    const bool lone = narrow && first / ATTN_SPLIT_TILES == (end - 1) / ATTN_SPLIT_TILES;
+    const bool lone = narrow && !job->resumes && !job->suspends && first / ATTN_SPLIT_TILES == (end - 1) / ATTN_SPLIT_TILES;
     for (int64_t t = first; t < end;) {
         const int64_t split_end = (t / ATTN_SPLIT_TILES + 1) * ATTN_SPLIT_TILES;
         const struct run split = {t, min64(split_end, end), 0, true};

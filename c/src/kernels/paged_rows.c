@@ -325,21 +325,38 @@ static void keep_states(const struct call *c, const struct attn_job *job, struct
     }
 }
 
-/* Rows of tokens [first, end) of one sequence and KV head. */
-static void attend_tokens(const struct call *c, int64_t seq, int64_t kv_head, int64_t first, int64_t end, struct attn_work *work)
+static struct attn_job job_of(const struct call *c, int64_t seq, int64_t kv_head, const struct attn_row *row, struct attn_work *work)
 {
-    const tl_paged_attn_args *a = c->a;
+    return (struct attn_job){.view = &c->view, .block_table = c->a->block_tables + seq * c->a->table_stride, .kv_head = kv_head,
+                             .scale = c->a->scale, .softcap = c->a->logits_softcap, .has_alibi = c->a->alibi_slopes != NULL,
+                             .work = work, .row = row};
+}
+
+/* Position of token 0, were it of this sequence. */
+static int64_t position_of_zero(const struct call *c, int64_t seq)
+{
+    return c->a->ctx_lens[seq] - first_token(c, seq + 1);
+}
+
+/* Rows of tokens [first, end) of one sequence and KV head; from position `from` on, with what `carry` holds, if that is not
+ * NULL. `next`: what is walked afterwards, or NULL. */
+static void attend_tokens(const struct call *c, int64_t seq, int64_t kv_head, int64_t first, int64_t end, int64_t from,
+                          struct attn_state *carry, const struct attn_path *next, struct attn_work *work)
+{
     const int64_t n_rows = (end - first) * c->group, max_rows = attn_max_rows(c->view.k_dim, c->view.v_dim);
-    const int64_t at_zero = a->ctx_lens[seq] - first_token(c, seq + 1); /* position of token 0, were it of this sequence */
     struct attn_row row[ATTN_ROWS];
-    struct attn_job job = {.view = &c->view, .block_table = a->block_tables + seq * a->table_stride, .kv_head = kv_head,
-                           .scale = a->scale, .softcap = a->logits_softcap, .has_alibi = a->alibi_slopes != NULL,
-                           .work = work, .row = row};
+    struct attn_job job = job_of(c, seq, kv_head, row, work);
+    job.resumes = carry != NULL;
     for (int64_t i = 0; i < n_rows; i += job.n_rows) {
         job.n_rows = (int)(n_rows - i < max_rows ? n_rows - i : max_rows);
+        job.next = i + job.n_rows < n_rows ? NULL : next;
         for (int r = 0; r < job.n_rows; r++) {
             const int64_t token = first + (i + r) / c->group, head = kv_head * c->group + (i + r) % c->group;
-            row[r] = row_of(c, token, head, at_zero + token);
+            row[r] = row_of(c, token, head, position_of_zero(c, seq) + token);
+            if (carry) {
+                row[r].lo = from;
+                row[r].carry = carry + i + r;
+            }
         }
         if (c->states)
             keep_states(c, &job, row);
@@ -348,14 +365,90 @@ static void attend_tokens(const struct call *c, int64_t seq, int64_t kv_head, in
     }
 }
 
-static void attend_unit(const struct call *c, int64_t unit, struct attn_work *work)
+/* ---- prefixes that sequences share ---- */
+
+/* Whole splits that two sequences have in the same blocks, and that every row of both sees. */
+static int64_t shared_splits(const struct call *c, int64_t x, int64_t y)
+{
+    const tl_paged_attn_args *a = c->a;
+    const uint32_t *tx = a->block_tables + x * a->table_stride, *ty = a->block_tables + y * a->table_stride;
+    const int64_t seen_x = a->ctx_lens[x] - q_len(c, x) + 1, seen_y = a->ctx_lens[y] - q_len(c, y) + 1, b = a->view->block_tokens;
+    const int64_t most = (seen_x < seen_y ? seen_x : seen_y) / TL_ATTN_SPLIT * TL_ATTN_SPLIT;
+    int64_t i = 0;
+    while (i * b < most && tx[i] == ty[i])
+        i++;
+    return (i * b < most ? i * b : most) / TL_ATTN_SPLIT;
+}
+
+static bool may_share(const struct call *c)
+{
+    return c->a->B > 1 && c->a->window <= 0 && !c->states;
+}
+
+static bool any_shared(const struct call *c)
+{
+    for (int64_t seq = 0; may_share(c) && seq + 1 < c->a->B; seq++)
+        if (q_len(c, seq) > 0 && q_len(c, seq + 1) > 0 && shared_splits(c, seq, seq + 1) > 0)
+            return true;
+    return false;
+}
+
+/* Tokens [first, end), at most a job's rows, of sequences from seq on that share n_splits splits: one walk over those for all,
+ * then each sequence by itself. */
+static void attend_sharing(const struct call *c, int64_t seq, int64_t kv_head, int64_t first, int64_t end, int64_t n_splits,
+                           struct attn_work *work)
+{
+    struct attn_row row[ATTN_ROWS];
+    struct attn_state carry[ATTN_ROWS];
+    struct attn_job job = job_of(c, seq, kv_head, row, work);
+    job.suspends = true;
+    for (int64_t token = first, s = seq; token < end; token++) {
+        while (first_token(c, s + 1) <= token)
+            s++;
+        for (int64_t g = 0; g < c->group; g++, job.n_rows++) {
+            row[job.n_rows] = row_of(c, token, kv_head * c->group + g, position_of_zero(c, s) + token);
+            row[job.n_rows].hi = n_splits * TL_ATTN_SPLIT;
+            row[job.n_rows].carry = &carry[job.n_rows];
+        }
+    }
+    c->kernels->attn_rows(&job);
+    for (int64_t token = first, to; token < end; token = to, seq++) {
+        to = first_token(c, seq + 1) < end ? first_token(c, seq + 1) : end;
+        if (to > token)
+            attend_tokens(c, seq, kv_head, token, to, n_splits * TL_ATTN_SPLIT, carry + (token - first) * c->group, NULL, work);
+    }
+}
+
+/* Where the sequences end, among tokens before `end`, that share as many splits with sequence seq as the next one does. */
+static int64_t end_of_sharing(const struct call *c, int64_t seq, int64_t end, int64_t *n_splits)
+{
+    int64_t s = seq + 1;
+    *n_splits = s < c->a->B && first_token(c, s) < end && q_len(c, s) > 0 ? shared_splits(c, seq, s) : 0;
+    while (*n_splits > 0 && s < c->a->B && first_token(c, s) < end && q_len(c, s) > 0 && shared_splits(c, seq, s) >= *n_splits)
+        s++;
+    return first_token(c, s) < end ? first_token(c, s) : end;
+}
+
+/* What the first rows of a unit walk. */
+static struct attn_path path_of(const struct call *c, int64_t unit)
+{
+    const int64_t token = unit % c->head_units * c->unit_tokens, seq = sequence_of(c, token), pos = position_of_zero(c, seq) + token;
+    return (struct attn_path){c->a->block_tables + seq * c->a->table_stride, unit / c->head_units, first_visible(c, pos), pos + 1};
+}
+
+static void attend_unit(const struct call *c, int64_t unit, const struct attn_path *next, struct attn_work *work)
 {
     const int64_t kv_head = unit / c->head_units, begin = unit % c->head_units * c->unit_tokens;
     const int64_t end = begin + c->unit_tokens < c->total_q ? begin + c->unit_tokens : c->total_q;
-    for (int64_t token = begin, seq = sequence_of(c, begin), to; token < end; token = to, seq++) {
-        to = first_token(c, seq + 1) < end ? first_token(c, seq + 1) : end;
-        if (to > token)
-            attend_tokens(c, seq, kv_head, token, to, work);
+    for (int64_t token = begin, seq = sequence_of(c, begin), to, n_splits = 0; token < end; token = to) {
+        while (first_token(c, seq + 1) <= token)
+            seq++;
+        to = may_share(c) ? end_of_sharing(c, seq, end, &n_splits) : first_token(c, seq + 1);
+        to = to < end ? to : end;
+        if (n_splits > 0)
+            attend_sharing(c, seq, kv_head, token, to, n_splits, work);
+        else
+            attend_tokens(c, seq, kv_head, token, to, 0, NULL, to == end ? next : NULL, work);
     }
 }
 
@@ -364,8 +457,10 @@ static void attend_units(void *ctx, int64_t lo, int64_t hi, int worker)
     const struct call *c = ctx;
     struct attn_work work;
     (void)worker;
-    for (int64_t unit = lo; unit < hi; unit++)
-        attend_unit(c, unit, &work);
+    for (int64_t unit = lo; unit < hi; unit++) {
+        const struct attn_path next = path_of(c, unit + 1 < hi ? unit + 1 : unit);
+        attend_unit(c, unit, unit + 1 < hi ? &next : NULL, &work);
+    }
 }
 
 /* ---- splits side by side ---- */
@@ -391,7 +486,7 @@ static bool workspace_size(const tl_paged_attn_args *a, int64_t total_q, size_t 
         return true;
     if (__builtin_add_overflow(a->view->head_dim_v, 2, &floats) || __builtin_mul_overflow(floats, wave_splits(a->tp), &floats) ||
         __builtin_add_overflow(floats, 2, &floats) || __builtin_mul_overflow(total_q, a->H, &rows) ||
-        __builtin_mul_overflow(floats, rows, &floats) || floats > PTRDIFF_MAX / (int64_t)sizeof(float))
+        __builtin_mul_overflow(floats, rows, &floats) || floats < 0 || floats > PTRDIFF_MAX / (int64_t)sizeof(float))
         return false;
     *bytes = (size_t)floats * sizeof(float);
     return true;
@@ -409,7 +504,7 @@ static void attend_splits(void *ctx, int64_t lo, int64_t hi, int worker)
         one.first_split += k;
         one.n_splits = 1;
         one.states += k * (2 + one.view.v_dim);
-        attend_unit(&one, i / w->c.n_splits, &work);
+        attend_unit(&one, i / w->c.n_splits, NULL, &work);
     }
 }
 
@@ -481,7 +576,7 @@ static tl_status run(struct call *c)
 {
     const tl_paged_attn_args *a = c->a;
     const int64_t fit = attn_max_rows(c->view.k_dim, c->view.v_dim) / c->group;
-    c->unit_tokens = c->total_q > a->B && fit > 1 ? fit : 1;
+    c->unit_tokens = fit > 1 && (c->total_q > a->B || any_shared(c)) ? fit : 1;
     c->head_units = (c->total_q - 1) / c->unit_tokens + 1;
     const int64_t n_units = c->Hkv * c->head_units;
     const bool shared = tl_worth_sharing(seen_keys(c) * (double)(c->view.k_dim + c->view.v_dim) / 2,

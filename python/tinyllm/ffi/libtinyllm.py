@@ -39,6 +39,7 @@ from tinyllm.errors import AbiMismatch, TlError
 
 __all__ = [
     "ABI_VERSION",
+    "PAGED_ATTN_ARGS_BYTES",
     "PROTOTYPES",
     "STATUS",
     "STATUS_NAMES",
@@ -48,20 +49,25 @@ __all__ = [
     "Allocator",
     "ArenaMark",
     "ArenaStats",
+    "AttnPart",
     "FreeFn",
     "Function",
     "KvConfig",
     "KvStats",
+    "KvView",
     "Lib",
+    "PagedAttnArgs",
     "RangeFn",
     "TlError",
     "block_view",
     "f32_ptr",
     "i32_ptr",
+    "i64_ptr",
     "library_path",
     "load",
     "new_handle",
     "signatures",
+    "struct_ptr",
     "u32_ptr",
 ]
 
@@ -114,6 +120,7 @@ TL_KV_ALIGN: Final = 64
 TL_NUMERICS_VERSION: Final = 1
 TL_ATTN_TILE: Final = 16
 TL_ATTN_SPLIT: Final = 1024
+TL_ATTN_WAVE_SPLITS: Final = 4
 
 # --- types --------------------------------------------------------------------------------------------------
 
@@ -170,17 +177,81 @@ class KvStats(Structure):
     _fields_ = [("free", c_uint32), ("used", c_uint32), ("cached", c_uint32), ("evictions", c_uint32)]
 
 
+class KvView(Structure):
+    """``tl_kv_view``"""
+
+    _fields_ = [
+        ("k", c_void_p),
+        ("v", c_void_p),
+        ("dtype", c_int32),
+        ("reserved", c_uint32),
+        ("n_blocks", c_int64),
+        ("block_tokens", c_int64),
+        ("n_kv_heads", c_int64),
+        ("head_dim_k", c_int64),
+        ("head_dim_v", c_int64),
+        ("k_block_stride", c_int64),
+        ("k_head_stride", c_int64),
+        ("k_token_stride", c_int64),
+        ("v_block_stride", c_int64),
+        ("v_head_stride", c_int64),
+        ("v_token_stride", c_int64),
+    ]
+
+
+class PagedAttnArgs(Structure):
+    """``tl_paged_attn_args``"""
+
+    _fields_ = [
+        ("size", c_uint64),
+        ("view", POINTER(KvView)),
+        ("q", POINTER(c_float)),
+        ("out", POINTER(c_float)),
+        ("lse", POINTER(c_float)),
+        ("q_token_stride", c_int64),
+        ("q_head_stride", c_int64),
+        ("out_token_stride", c_int64),
+        ("out_head_stride", c_int64),
+        ("B", c_int64),
+        ("H", c_int64),
+        ("cu_seqlens_q", POINTER(c_int32)),
+        ("ctx_lens", POINTER(c_int32)),
+        ("block_tables", POINTER(c_uint32)),
+        ("table_stride", c_int64),
+        ("window", c_int64),
+        ("alibi_slopes", POINTER(c_float)),
+        ("sink_logits", POINTER(c_float)),
+        ("scale", c_float),
+        ("logits_softcap", c_float),
+        ("tp", c_void_p),
+        ("workspace", c_void_p),
+        ("workspace_bytes", c_size_t),
+    ]
+
+
+PAGED_ATTN_ARGS_BYTES: Final = ctypes.sizeof(PagedAttnArgs)  # what its member ``size`` says
+
+
+class AttnPart(Structure):
+    """``tl_attn_part``"""
+
+    _fields_ = [("states", POINTER(c_float)), ("first_split", c_int64), ("n_splits", c_int64)]
+
+
 STRUCTS: Final[dict[str, type[Structure]]] = {
     "tl_allocator": Allocator,
     "tl_arena_mark": ArenaMark,
     "tl_arena_stats": ArenaStats,
     "tl_kv_cfg": KvConfig,
     "tl_kv_stats": KvStats,
+    "tl_kv_view": KvView,
+    "tl_paged_attn_args": PagedAttnArgs,
+    "tl_attn_part": AttnPart,
 }
 
 # --- prototypes ---------------------------------------------------------------------------------------------
 
-_f32, _i32 = POINTER(c_float), POINTER(c_int32)
+_f32, _i32, _i64 = POINTER(c_float), POINTER(c_int32), POINTER(c_int64)
 _u8, _u16, _u32 = POINTER(c_uint8), POINTER(c_uint16), POINTER(c_uint32)
 _handle_out = POINTER(c_void_p)
 
@@ -234,6 +305,13 @@ PROTOTYPES: Final[tuple[tuple[str, Any, tuple[Any, ...]], ...]] = (
         STATUS,
         (c_void_p, c_uint32, _u32, c_int32, c_int64, c_int64, _f32, _f32, c_int64, c_int64),
     ),
+    # tinyllm/kv_view.h
+    ("tl_kv_pool_view", STATUS, (c_void_p, c_uint32, POINTER(KvView))),
+    (
+        "tl_kv_write_slots",
+        STATUS,
+        (POINTER(KvView), _i64, c_int64, c_void_p, c_void_p, c_int32, *(c_int64,) * 4),
+    ),
     # tinyllm/numerics.h
     ("tl_f32_to_f16", c_uint16, (c_float,)),
     ("tl_f16_to_f32", c_float, (c_uint16,)),
@@ -276,6 +354,14 @@ PROTOTYPES: Final[tuple[tuple[str, Any, tuple[Any, ...]], ...]] = (
         "tl_paged_attn_decode_f32",
         STATUS,
         (_f32, c_void_p, c_uint32, _u32, c_int32, _i32, _f32, *(c_int64,) * 4, c_float, c_int64, c_void_p),
+    ),
+    ("tl_paged_attn_workspace", c_size_t, (POINTER(PagedAttnArgs),)),
+    ("tl_paged_attn_f32", STATUS, (POINTER(PagedAttnArgs),)),
+    ("tl_paged_attn_states_f32", STATUS, (POINTER(PagedAttnArgs), c_int64, c_int64, _f32)),
+    (
+        "tl_attn_merge_f32",
+        STATUS,
+        (POINTER(AttnPart), *(c_int64,) * 4, *(_f32,) * 3, c_void_p),
     ),
 )
 
@@ -504,7 +590,8 @@ def _pointer(fn: str, a: Any, dtype: np.dtype[Any], ctype: Any) -> Any:
     return pointer
 
 
-_F32, _U32, _I32 = np.dtype(np.float32), np.dtype(np.uint32), np.dtype(np.int32)
+_F32, _U32 = np.dtype(np.float32), np.dtype(np.uint32)
+_I32, _I64 = np.dtype(np.int32), np.dtype(np.int64)
 
 
 def f32_ptr(a: NDArray[np.float32] | None) -> Any:
@@ -524,6 +611,16 @@ def u32_ptr(a: NDArray[np.uint32] | None) -> Any:
 def i32_ptr(a: NDArray[np.int32] | None) -> Any:
     """``f32_ptr`` for ``int32_t *``."""
     return _pointer("i32_ptr", a, _I32, c_int32)
+
+
+def i64_ptr(a: NDArray[np.int64] | None) -> Any:
+    """``f32_ptr`` for ``int64_t *``."""
+    return _pointer("i64_ptr", a, _I64, c_int64)
+
+
+def struct_ptr(struct: Structure) -> Any:
+    """A pointer to ``struct``, for a member that is one; it keeps ``struct`` alive."""
+    return ctypes.pointer(struct)
 
 
 def block_view(address: int, shape: tuple[int, ...]) -> NDArray[np.float16]:

@@ -3,7 +3,8 @@
 
 Words. table: the block ids of a sequence in order; position j is slot j % b of table[j // b], b = block_size.
 length: positions one layer of a sequence holds; layers are appended one by one, so lengths may differ for a
-while. fill: positions of a block that every layer holds.
+while. fill: positions of a block that every layer holds. gone: how many blocks at the front of a sequence
+were given back; their entries in the table name no block.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tinyllm._check import F16, F32, F64, INT32_MAX, UINT32_MAX, array, integer, packed
+from tinyllm._check import F16, F32, F64, INT32_MAX, INT64_MAX, UINT32_MAX, array, integer, packed
 from tinyllm.errors import OutOfBlocks, TlError
 from tinyllm.ffi.handle import Handle
 from tinyllm.ffi.libtinyllm import (
@@ -25,6 +26,7 @@ from tinyllm.ffi.libtinyllm import (
     TL_KV_FORMAT_V1,
     KvConfig,
     KvStats,
+    KvView,
     Lib,
     block_view,
     f32_ptr,
@@ -33,6 +35,7 @@ from tinyllm.ffi.libtinyllm import (
     new_handle,
     u32_ptr,
 )
+from tinyllm.kv_view import KVView
 
 __all__ = ["OutOfBlocks", "PagedKVCache"]
 
@@ -43,10 +46,15 @@ _NO_BLOCK = UINT32_MAX  # a table entry nobody reads
 class _Sequence:
     """A table, uint32, replaced when it changes and never written, and the length of every layer."""
 
-    __slots__ = ("lengths", "table")
+    __slots__ = ("gone", "lengths", "table")
 
-    def __init__(self, table: NDArray[np.uint32], lengths: list[int]) -> None:
-        self.table, self.lengths = table, lengths
+    def __init__(self, table: NDArray[np.uint32], lengths: list[int], gone: int = 0) -> None:
+        self.table, self.lengths, self.gone = table, lengths, gone
+
+    def blocks(self) -> list[int]:
+        """The blocks it holds, in order."""
+        held: list[int] = self.table[self.gone :].tolist()
+        return held
 
 
 class BatchTable:
@@ -142,9 +150,9 @@ class PagedKVCache:
         with self._handle as pool:
             source = self._sequence("fork", parent)
             self._refuse_live("fork", child)
-            for block in source.table.tolist():
+            for block in source.blocks():
                 self.lib.tl_kv_ref(pool, block)
-            self._sequences[child] = _Sequence(source.table, list(source.lengths))
+            self._sequences[child] = _Sequence(source.table, list(source.lengths), source.gone)
 
     def free(self, seq_id: Hashable) -> None:
         """Ends a sequence and gives up its blocks, the last one first.
@@ -154,7 +162,56 @@ class PagedKVCache:
         with self._handle as pool:
             sequence = self._sequence("free", seq_id)
             del self._sequences[seq_id]
-            self._unref(pool, sequence.table.tolist())
+            self._unref(pool, sequence.blocks())
+
+    def truncate(self, seq_id: Hashable, length: int) -> None:
+        """Forgets what a sequence holds from position ``length`` on, in every layer, and gives up the blocks
+        that lie wholly behind it, the last one first: a draft that was not accepted.
+
+        A cut block that another sequence or the prefix index holds stays as it is for them, and the next
+        append copies it.
+
+        Raises: TypeError for a length that is no integer; ValueError for one beyond the longest layer, or one
+        other than 0 in what ``trim_front`` gave back. Then nothing has changed.
+        """
+        with self._handle as pool:
+            sequence = self._sequence("truncate", seq_id)
+            length = integer("truncate", "length", length, 0, max(sequence.lengths))
+            if 0 < length < sequence.gone * self.block_size:
+                raise ValueError(
+                    f"truncate: length = {length} of sequence {seq_id!r}, whose positions before "
+                    f"{sequence.gone * self.block_size} were given back"
+                )
+            keep = -(-length // self.block_size)
+            freed = sequence.blocks()[max(0, keep - sequence.gone) :]
+            sequence.table, sequence.gone = sequence.table[:keep].copy(), min(sequence.gone, keep)
+            sequence.lengths = [min(held, length) for held in sequence.lengths]
+            self._version += 1
+            if length % self.block_size:
+                self._is_writable(pool, sequence, keep - 1)  # and if it is, its fill is lowered
+            self._unref(pool, freed)
+
+    def trim_front(self, seq_id: Hashable, window: int) -> None:
+        """Gives up the blocks that no layer's last ``window`` positions reach: a model that sees no further
+        has no use for them.
+
+        The lengths stay, and so do the places in the table: -1 there. Attention with that window or a smaller
+        one goes on as before; what would read the lost positions raises ValueError.
+
+        Raises: TypeError for a window that is no integer, ValueError for one below 1.
+        """
+        with self._handle as pool:
+            sequence = self._sequence("trim_front", seq_id)
+            window = integer("trim_front", "window", window, 1, INT64_MAX)
+            gone = max(sequence.gone, (min(sequence.lengths) - window) // self.block_size)
+            freed = sequence.blocks()[: gone - sequence.gone]
+            if not freed:
+                return
+            table = sequence.table.copy()
+            table[:gone] = _NO_BLOCK
+            sequence.table, sequence.gone = table, gone
+            self._version += 1
+            self._unref(pool, freed)
 
     def append(self, seq_id: Hashable, layer: int, k: NDArray[Any], v: NDArray[Any]) -> None:
         """Adds T >= 1 positions to one layer of a sequence.
@@ -232,8 +289,21 @@ class PagedKVCache:
         with self._handle as pool:
             return pool
 
+    def view(self, layer: int) -> KVView:
+        """Where one layer lies, for ``paged_attention`` to read until ``close()``. Raises ValueError for a
+        bad layer.
+
+        >>> tables, lengths = [cache.block_table("a")], [cache.seq_len("a")]
+        >>> out = paged_attention(q, cache.view(0), tables, lengths, cu_seqlens_q=[0, len(q)])
+        """
+        with self._handle as pool:
+            struct = KvView()
+            self.lib.tl_kv_pool_view(pool, self._layer("view", layer), struct)
+            return KVView(struct, "float16", self, owner=self._handle, lib=self.lib)
+
     def block_table(self, seq_id: Hashable) -> NDArray[np.int32]:
-        """A copy of the table: int32 [ceil(longest layer / block_size)]."""
+        """A copy of the table: int32 [ceil(longest layer / block_size)]; -1 where ``trim_front`` gave a block
+        up."""
         with self._handle:
             sequence = self._sequence("block_table", seq_id)
             return sequence.table.astype(np.int32)
@@ -246,10 +316,11 @@ class PagedKVCache:
 
     def gather(self, seq_id: Hashable, layer: int) -> tuple[NDArray[np.float16], NDArray[np.float16]]:
         """Copies of one layer's K and V: float16 [n_kv_heads, length, d_head] each. Raises ValueError for a
-        bad layer."""
+        bad layer, or a sequence whose front was trimmed."""
         with self._handle as pool:
             sequence = self._sequence("gather", seq_id)
             layer = self._layer("gather", layer)
+            self._refuse_gone("gather", seq_id, sequence, 0)
             length = sequence.lengths[layer]
             k, v = (np.empty((self.n_kv_heads, length, self.d_head), np.float16) for _ in "kv")
             for block, slots, span in self._pieces(sequence.table, 0, length):
@@ -298,10 +369,10 @@ class PagedKVCache:
 
     # --- decode ---------------------------------------------------------------------------------------------
 
-    def _borrow(self, fn: str, seq_ids: Sequence[Hashable], layer: int) -> BatchTable:
+    def _borrow(self, fn: str, seq_ids: Sequence[Hashable], layer: int, window: int) -> BatchTable:
         """The tables and lengths of one sequence or more, for one call, which puts them into ``_spare``.
 
-        Raises: KeyError; ValueError where one holds nothing in ``layer``.
+        Raises: KeyError; ValueError where one holds nothing in ``layer``, or not all of ``window``.
         """
         try:
             sequences = [self._sequences[seq_id] for seq_id in seq_ids]
@@ -312,6 +383,9 @@ class PagedKVCache:
             raise ValueError(
                 f"{fn}: sequence {list(seq_ids)[lengths.index(0)]!r} holds no position in layer {layer}"
             )
+        for seq_id, sequence, length in zip(seq_ids, sequences, lengths, strict=True):
+            if sequence.gone:
+                self._refuse_gone(fn, seq_id, sequence, max(length - window, 0) if window > 0 else 0)
         rows, width = len(sequences), max([len(sequence.table) for sequence in sequences])
         try:
             batch = self._spare.pop()  # nobody else has it now, in whichever thread
@@ -334,6 +408,15 @@ class PagedKVCache:
     def _refuse_live(self, fn: str, seq_id: Hashable) -> None:
         if seq_id in self._sequences:
             raise ValueError(f"{fn}: sequence {seq_id!r} is live already")
+
+    def _refuse_gone(self, fn: str, seq_id: Hashable, sequence: _Sequence, first: int) -> None:
+        """Raises ValueError where position ``first`` was given back."""
+        begin = sequence.gone * self.block_size
+        if first < begin:
+            raise ValueError(
+                f"{fn}: position {first} of sequence {seq_id!r} is needed, and trim_front gave up those "
+                f"before {begin}"
+            )
 
     def _layer(self, fn: str, layer: Any) -> int:
         return integer(fn, "layer", layer, 0, self.n_layers - 1, ValueError)

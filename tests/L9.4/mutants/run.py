@@ -38,7 +38,8 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 SOURCES = ("c", "python", "tests", "Makefile", "pyproject.toml")
-PER_ISA = ("c/src/numerics/", ".isa.c", "kernels/attn_score", "kernels/attn_values", "kernels/attn_walk")  # compiled once per instruction set
+# What marks a file that is compiled once per instruction set.
+PER_ISA = ("c/src/numerics/", ".isa.c", "kernels/attn_score", "kernels/attn_values", "kernels/attn_walk")
 # Killers that never run the attention kernels, which take longest to compile.
 NO_ATTENTION = ("test_numerics:", "test_softmax:", "test_kv_append:")
 MAKE = ("make", "--no-print-directory", "B=build", "CFLAGS=-O1")
