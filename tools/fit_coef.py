@@ -191,7 +191,8 @@ HEADER = """\
 #define LOG_LN2_LO EXP_LN2_LO
 <log_c>
 
-/* tanh: within 1.371 ulp for every float (worst: x = 0x1.42ac4ep-1, the word 0x3F215627); the polynomial alone within <tanh_error>. */
+/* tanh: within 1.371 ulp for every float (worst: x = 0x1.42ac4ep-1, the word 0x3F215627); the
+ * polynomial alone within <tanh_error>. */
 #define TANH_SMALL <tanh_small>
 <tanh_c>
 

@@ -281,6 +281,39 @@ static inline float ref_widen(uint16_t h)
     return table[h];
 }
 
+static inline size_t dtype_bytes(int32_t dtype)
+{
+    return dtype == TL_F32 ? 4 : 2;
+}
+
+/* Puts x, which dtype holds exactly. */
+static inline void put_value(void *memory, int32_t dtype, int64_t at, float x)
+{
+    const uint32_t bits = float_bits(x);
+    if (dtype == TL_F32) {
+        ((float *)memory)[at] = x;
+    } else if (dtype == TL_BF16) {
+        CHECK((bits & 0xFFFF) == 0, "%a is no bf16", (double)x);
+        ((uint16_t *)memory)[at] = (uint16_t)(bits >> 16);
+    } else {
+        const uint16_t code = tl_f32_to_f16(x);
+        CHECK(isnan(x) || ref_widen(code) == x, "%a is no f16", (double)x);
+        ((uint16_t *)memory)[at] = code;
+    }
+}
+
+/* All of a memory of one dtype. */
+static inline void poison_memory(void *memory, size_t bytes, int32_t dtype)
+{
+    static const uint32_t f32[] = {0x7FC00000, 0xFFC00001, 0x7F800000, 0xFF800000, 0x7F7FFFFF, 0x7F800001};
+    static const uint16_t bf16[] = {0x7FC0, 0xFFC1, 0x7F80, 0xFF80, 0x7F7F, 0x7F81};
+    for (size_t i = 0; i < bytes / dtype_bytes(dtype); i++)
+        if (dtype == TL_F32)
+            ((uint32_t *)memory)[i] = f32[i % 6];
+        else
+            ((uint16_t *)memory)[i] = dtype == TL_BF16 ? bf16[i % 6] : poison_codes[i % N_POISON];
+}
+
 /* A random sign and fraction, the exponent field in [e_lo, e_hi]: 15 is [1, 2), 0 is subnormal. */
 static inline uint16_t random_code(uint64_t *rng, int e_lo, int e_hi)
 {

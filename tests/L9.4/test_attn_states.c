@@ -85,38 +85,6 @@ static const char *describe(const struct job *x)
 
 /* ---- its memory ---- */
 
-static size_t dtype_bytes(int32_t dtype)
-{
-    return dtype == TL_F32 ? 4 : 2;
-}
-
-/* Puts x, which dtype holds exactly. */
-static void put_value(void *memory, int32_t dtype, int64_t at, float x)
-{
-    const uint32_t bits = float_bits(x);
-    if (dtype == TL_F32) {
-        ((float *)memory)[at] = x;
-    } else if (dtype == TL_BF16) {
-        CHECK((bits & 0xFFFF) == 0, "%a is no bf16", (double)x);
-        ((uint16_t *)memory)[at] = (uint16_t)(bits >> 16);
-    } else {
-        const uint16_t code = tl_f32_to_f16(x);
-        CHECK(isnan(x) || ref_widen(code) == x, "%a is no f16", (double)x);
-        ((uint16_t *)memory)[at] = code;
-    }
-}
-
-static void poison_memory(void *memory, size_t bytes, int32_t dtype)
-{
-    static const uint32_t f32[] = {0x7FC00000, 0xFFC00001, 0x7F800000, 0xFF800000, 0x7F7FFFFF, 0x7F800001};
-    static const uint16_t bf16[] = {0x7FC0, 0xFFC1, 0x7F80, 0xFF80, 0x7F7F, 0x7F81};
-    for (size_t i = 0; i < bytes / dtype_bytes(dtype); i++)
-        if (dtype == TL_F32)
-            ((uint32_t *)memory)[i] = f32[i % 6];
-        else
-            ((uint16_t *)memory)[i] = dtype == TL_BF16 ? bf16[i % 6] : poison_codes[i % N_POISON];
-}
-
 static int64_t element(const struct job *x, int is_v, int64_t s, int64_t head, int64_t j)
 {
     const int64_t b = x->view.block_tokens, block = x->tables[s * x->table_stride + j / b];
@@ -437,11 +405,11 @@ static void check_spec(const struct job_spec *spec)
 
 TEST(any_division_of_one_context_has_the_bits_of_one_call)
 {
-    static const int64_t contexts[] = {1, 2, 1023, 1024, 1025, 2048, 2049, 3000, 5000};
+    static const int64_t contexts[] = {1, 2, 1023, 1024, 1025, 2048, 2049, 3000, 5000}, blocks[] = {33, 16, 3000};
     static const int32_t dtypes[] = {TL_F16, TL_F32, TL_BF16};
     for (int i = 0; i < 9; i++)
         for (int64_t rows = 1; rows <= 3; rows += 2) {
-            const struct job_spec spec = {.B = 1, .H = 4, .Hkv = 2, .Dk = 17, .Dv = i % 2 ? 17 : 9, .block_tokens = i % 3 == 2 ? 3000 : i % 3 ? 16 : 33,
+            const struct job_spec spec = {.B = 1, .H = 4, .Hkv = 2, .Dk = 17, .Dv = i % 2 ? 17 : 9, .block_tokens = blocks[i % 3],
                                           .q_len = {min64(rows, contexts[i])}, .ctx = {contexts[i]}, .dtype = dtypes[i % 3], .gap = i % 2,
                                           .seed = (uint64_t)i};
             check_spec(&spec);
@@ -471,9 +439,9 @@ TEST(mixtures_of_rows_windows_and_options_have_the_bits_of_one_call)
 /* Rows of one call on both sides of an edge, so that the same split is empty for some and not for others, at either end. */
 TEST(splits_that_some_rows_of_a_call_see)
 {
-    static const int64_t windows[] = {0, 1, 2, 15, 16, 17, 1023, 1024, 1025};
+    static const int64_t windows[] = {0, 1, 2, 15, 16, 17, 1023, 1024, 1025}, blocks[] = {7, 16, 2500};
     for (uint64_t i = 0; i < 9; i++) {
-        const struct job_spec spec = {.B = 3, .H = 3, .Hkv = 1, .Dk = 8, .Dv = 5, .block_tokens = i % 3 == 2 ? 2500 : i % 3 ? 16 : 7, .window = windows[i],
+        const struct job_spec spec = {.B = 3, .H = 3, .Hkv = 1, .Dk = 8, .Dv = 5, .block_tokens = blocks[i % 3], .window = windows[i],
                                       .q_len = {40, 5, 9}, .ctx = {1040, 2050, 3073}, .dtype = i % 2 ? TL_F16 : TL_F32,
                                       .data = DATA_RISING, .sinks = i % 2, .seed = 50 + i};
         check_spec(&spec);
@@ -490,7 +458,7 @@ TEST(heads_wider_than_any_buffer)
     }
 }
 
-/* A sequence alone leaves the states that it leaves in a batch; 16 threads or one, a row or many. */
+/* A sequence alone leaves the states that it leaves in a batch. */
 TEST(states_do_not_depend_on_the_batch)
 {
     const struct job_spec spec = {.B = 3, .H = 6, .Hkv = 2, .Dk = 12, .q_len = {5, 40, 1}, .ctx = {1030, 2100, 1}, .dtype = TL_F16, .seed = 80};

@@ -27,7 +27,7 @@ struct call {
     const struct tl_kernels *kernels;
     struct kv_view view;
     int64_t Hkv, group, total_q;
-    int64_t unit_tokens, head_units; /* tokens of a unit; units of a KV head */
+    int64_t unit_tokens, n_units; /* tokens of a unit; units: the KV heads of some tokens one after the other, then the next tokens */
 };
 
 /* ---- the batch ---- */
@@ -432,13 +432,13 @@ static int64_t end_of_sharing(const struct call *c, int64_t seq, int64_t end, in
 /* What the first rows of a unit walk. */
 static struct attn_path path_of(const struct call *c, int64_t unit)
 {
-    const int64_t token = unit % c->head_units * c->unit_tokens, seq = sequence_of(c, token), pos = position_of_zero(c, seq) + token;
-    return (struct attn_path){c->a->block_tables + seq * c->a->table_stride, unit / c->head_units, first_visible(c, pos), pos + 1};
+    const int64_t token = unit / c->Hkv * c->unit_tokens, seq = sequence_of(c, token), pos = position_of_zero(c, seq) + token;
+    return (struct attn_path){c->a->block_tables + seq * c->a->table_stride, unit % c->Hkv, first_visible(c, pos), pos + 1};
 }
 
 static void attend_unit(const struct call *c, int64_t unit, const struct attn_path *next, struct attn_work *work)
 {
-    const int64_t kv_head = unit / c->head_units, begin = unit % c->head_units * c->unit_tokens;
+    const int64_t kv_head = unit % c->Hkv, begin = unit / c->Hkv * c->unit_tokens;
     const int64_t end = begin + c->unit_tokens < c->total_q ? begin + c->unit_tokens : c->total_q;
     for (int64_t token = begin, seq = sequence_of(c, begin), to, n_splits = 0; token < end; token = to) {
         while (first_token(c, seq + 1) <= token)
@@ -551,7 +551,7 @@ static tl_status run_in_waves(const struct call *c, struct range splits)
         w.c.first_split = first;
         w.c.n_splits = splits.hi - first < most ? splits.hi - first : most;
         w.last = first + w.c.n_splits == splits.hi;
-        TL_TRY(tl_pool_run(c->fn, c->a->tp, c->Hkv * c->head_units * w.c.n_splits, 1, attend_splits, &w));
+        TL_TRY(tl_pool_run(c->fn, c->a->tp, c->n_units * w.c.n_splits, 1, attend_splits, &w));
         TL_TRY(tl_pool_run(c->fn, c->a->tp, n_rows, (n_rows - 1) / tl_pool_threads(c->a->tp) + 1, merge_rows, &w));
     }
     return TL_OK;
@@ -577,15 +577,14 @@ static tl_status run(struct call *c)
     const tl_paged_attn_args *a = c->a;
     const int64_t fit = attn_max_rows(c->view.k_dim, c->view.v_dim) / c->group;
     c->unit_tokens = fit > 1 && (c->total_q > a->B || any_shared(c)) ? fit : 1;
-    c->head_units = (c->total_q - 1) / c->unit_tokens + 1;
-    const int64_t n_units = c->Hkv * c->head_units;
+    c->n_units = c->Hkv * ((c->total_q - 1) / c->unit_tokens + 1);
     const bool shared = tl_worth_sharing(seen_keys(c) * (double)(c->view.k_dim + c->view.v_dim) / 2,
                                          (double)c->Hkv / (double)c->unit_tokens, (double)a->H);
     const struct range splits = all_splits(c);
-    if (shared && a->workspace && !c->states && tl_pool_threads(a->tp) > 1 && n_units < UNITS_ENOUGH * (int64_t)tl_pool_threads(a->tp) &&
+    if (shared && a->workspace && !c->states && tl_pool_threads(a->tp) > 1 && c->n_units < UNITS_ENOUGH * (int64_t)tl_pool_threads(a->tp) &&
         splits.hi - splits.lo > 1)
         return run_in_waves(c, splits);
-    return tl_pool_run(c->fn, a->tp, n_units, shared ? 1 : n_units, attend_units, c);
+    return tl_pool_run(c->fn, a->tp, c->n_units, shared ? 1 : c->n_units, attend_units, c);
 }
 
 static tl_status check(struct call *c)

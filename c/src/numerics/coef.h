@@ -67,7 +67,8 @@
 #define LOG_C9 0x1.087e6p-3f
 #define LOG_C10 -0x1.383ebcp-4f
 
-/* tanh: within 1.371 ulp for every float (worst: x = 0x1.42ac4ep-1, the word 0x3F215627); the polynomial alone within 0.08. */
+/* tanh: within 1.371 ulp for every float (worst: x = 0x1.42ac4ep-1, the word 0x3F215627); the
+ * polynomial alone within 0.08. */
 #define TANH_SMALL 0x1.4p-1f
 #define TANH_C0 -0x1.750ce2p-8f
 #define TANH_C1 0x1.51f8cep-6f
