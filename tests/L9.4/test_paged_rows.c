@@ -1017,8 +1017,8 @@ TEST(every_combination_of_options)
         const struct rows_spec spec = {.B = 2, .H = 6, .Hkv = i % 5 ? 2 : 1, .Dk = 24, .Dv = i % 7 ? 24 : 17,
                                        .block_tokens = i % 3 ? 16 : 7, .window = i / 24 % 2 ? 21 : 0, .q_len = {n, n},
                                        .ctx = {70, n + 2}, .layout = i % 4, .dtype = i % 11 ? TL_F16 : TL_F32,
-                                       .strides = i % N_STRIDES, .softcap = caps[i % 3], .alibi = i / 3 % 2, .sinks = i / 6 % 2, .scale_given = true, .scale = 0.7f,
-                                       .seed = 400 + (uint64_t)i};
+                                       .strides = i % N_STRIDES, .softcap = caps[i % 3], .alibi = i / 3 % 2, .sinks = i / 6 % 2,
+                                       .scale_given = true, .scale = 0.7f, .seed = 400 + (uint64_t)i};
         struct rows r = rows_make(&spec);
         struct wanted want = wanted_by_reference(&r);
         r.args->lse = i / 12 % 2 ? r.lse : NULL;

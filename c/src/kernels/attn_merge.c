@@ -33,6 +33,8 @@ static tl_status check_sizes(const struct merge *m)
                        (long long)m->H, (long long)m->dim);
     if (m->n_rows % m->H != 0)
         return tl_fail(TL_EINVAL, FN, "n_rows = %lld is no multiple of H = %lld", (long long)m->n_rows, (long long)m->H);
+    if (m->n_parts > PTRDIFF_MAX / (int64_t)sizeof *m->parts)
+        return tl_fail(TL_EINVAL, FN, "%lld parts do not fit in memory", (long long)m->n_parts);
     if (!m->parts)
         return tl_fail(TL_EINVAL, FN, "parts is NULL");
     if (m->n_rows > 0 && !m->out)

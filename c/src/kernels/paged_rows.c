@@ -228,7 +228,7 @@ static tl_status check_sequence(const struct call *c, int64_t seq)
                        (long long)n, (long long)needed, (long long)b, (long long)a->table_stride);
     const uint32_t *table = a->block_tables + seq * a->table_stride;
     const struct range seen = in_splits(c, first_visible(c, n - rows), n);
-    for (int64_t i = seen.lo / b; i * b < seen.hi; i++)
+    for (int64_t i = seen.lo / b; seen.lo < seen.hi && i * b < seen.hi; i++)
         if (table[i] >= a->view->n_blocks)
             return tl_fail(TL_EINVAL, c->fn, "sequence %lld: block_table[%lld] = %lld, the view has %lld blocks", (long long)seq,
                            (long long)i, (long long)table[i], (long long)a->view->n_blocks);
@@ -276,7 +276,7 @@ static tl_status check_overlap(const struct call *c)
                  {"cu_seqlens_q", a->cu_seqlens_q, (size_t)(a->B + 1) * sizeof *a->cu_seqlens_q},
                  {"block_tables", a->block_tables, (size_t)(a->B * a->table_stride) * sizeof *a->block_tables},
                  {"alibi_slopes", a->alibi_slopes, (size_t)a->H * sizeof(float)},
-                 {"sink_logits", a->sink_logits, (size_t)a->H * sizeof(float)},
+                 {"sink_logits", c->states ? NULL : a->sink_logits, (size_t)a->H * sizeof(float)},
                  {"workspace", c->states ? NULL : a->workspace, a->workspace_bytes}, {"lse", lse, lse_bytes}};
     const int n_inputs = sizeof input / sizeof input[0];
     for (int i = 0; i < n_inputs; i++)
