@@ -26,11 +26,16 @@ struct kv_view {
     int64_t block_tokens, k_dim, v_dim;
 };
 
-/* The same of a sound view. */
+static inline struct kv_side attn_side_of(const tl_kv_view *v, const void *base, int64_t block, int64_t head, int64_t token)
+{
+    return (struct kv_side){base, v->n_blocks > 1 ? block : 0, v->n_kv_heads > 1 ? head : 0, v->block_tokens > 1 ? token : 0};
+}
+
+/* The same of a sound view. The stride of an axis with one step may be anything: it is not taken. */
 static inline struct kv_view attn_view_of(const tl_kv_view *v)
 {
-    return (struct kv_view){.k = {v->k, v->k_block_stride, v->k_head_stride, v->k_token_stride},
-                            .v = {v->v, v->v_block_stride, v->v_head_stride, v->v_token_stride},
+    return (struct kv_view){.k = attn_side_of(v, v->k, v->k_block_stride, v->k_head_stride, v->k_token_stride),
+                            .v = attn_side_of(v, v->v, v->v_block_stride, v->v_head_stride, v->v_token_stride),
                             .dtype = (tl_dtype)v->dtype, .block_tokens = v->block_tokens,
                             .k_dim = v->head_dim_k, .v_dim = v->head_dim_v};
 }

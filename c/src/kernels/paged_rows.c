@@ -160,7 +160,7 @@ static tl_status check_workspace(const struct call *c)
 {
     const tl_paged_attn_args *a = c->a;
     size_t bytes;
-    if (!a->workspace || c->fn == STATES)
+    if (!a->workspace || c->fn == STATES || c->total_q < 0) /* fewer rows than none: cu_seqlens_q is to blame */
         return TL_OK;
     if ((uintptr_t)a->workspace % _Alignof(float) != 0)
         return tl_fail(TL_EINVAL, c->fn, "workspace at %p is not aligned for floats", a->workspace);
