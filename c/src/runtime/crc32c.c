@@ -22,7 +22,7 @@
 
 enum {
     STREAM = 256,          /* bytes: longer ones lose more to the prefetcher, which sees three, than joining them costs */
-    FOLD = 64, WIDE = 256, /* bytes in one register, and in the four that are folded side by side */
+    FOLD = CRC32C_FOLD, WIDE = CRC32C_WIDE,
     PIECE = 8192,          /* bytes that are summed and then copied: half of the smallest first-level cache, with the copy */
 };
 
@@ -176,72 +176,29 @@ uint32_t tl_crc32c_by_instruction(const void *data, size_t n, uint32_t crc)
 
 #endif
 
-/* ---- carry-less products ----
- *
- * 16 bytes times x^(8d) count d bytes further on what the 16 count where they are: so they are multiplied and added there. */
+/* ---- carry-less products (crc32c_products.avx512.c) ---- */
 
 #if defined(__x86_64__)
 
-#define WITH_PRODUCTS __attribute__((target("sse4.2,avx512f,vpclmulqdq")))
-
-enum copy { NO_COPY, COPY, COPY_PAST_CACHE };
-
-/* FOLD bytes; a constant `copy` leaves no branch. COPY_PAST_CACHE: `to` is a multiple of FOLD. */
-static inline __attribute__((always_inline)) WITH_PRODUCTS __m512i take(unsigned char *to, const unsigned char *p, enum copy copy)
+/* The register after n bytes, n >= WIDE and a multiple of FOLD, which are copied on the way if store says so. */
+static WITH_INSTRUCTION uint32_t eat_folds(uint32_t reg, unsigned char *to, const unsigned char *p, size_t n, enum crc32c_store store)
 {
-    const __m512i x = _mm512_loadu_si512(p);
-    if (copy == COPY)
-        _mm512_storeu_si512(to, x);
-    else if (copy == COPY_PAST_CACHE)
-        _mm512_stream_si512((void *)to, x);
-    return x;
-}
-
-static inline __attribute__((always_inline)) WITH_PRODUCTS __m512i fold(__m512i x, const uint64_t by[2], __m512i onto)
-{
-    const __m512i k = _mm512_broadcast_i32x4(_mm_loadu_si128((const void *)by));
-    return _mm512_ternarylogic_epi64(_mm512_clmulepi64_epi128(x, k, 0x00), _mm512_clmulepi64_epi128(x, k, 0x11), onto, 0x96);
-}
-
-/* The register after n bytes, n >= WIDE and a multiple of FOLD. */
-static inline __attribute__((always_inline)) WITH_PRODUCTS uint32_t eat_folds(uint32_t reg, unsigned char *to,
-                                                                              const unsigned char *p, size_t n, enum copy copy)
-{
-    __m512i x[4];
     uint64_t words[8];
-    size_t at = WIDE;
-    for (int i = 0; i < 4; i++)
-        x[i] = take(to + i * FOLD, p + i * FOLD, copy);
-    x[0] = _mm512_xor_si512(x[0], _mm512_maskz_set1_epi32(1, (int)reg));
-    for (; at + WIDE <= n; at += WIDE)
-        for (int i = 0; i < 4; i++)
-            x[i] = fold(x[i], power[1], take(to + at + i * FOLD, p + at + i * FOLD, copy));
-    for (int i = 1; i < 4; i++)
-        x[i] = fold(x[i - 1], power[0], x[i]);
-    for (; at < n; at += FOLD)
-        x[3] = fold(x[3], power[0], take(to + at, p + at, copy));
-    _mm512_storeu_si512(words, x[3]);
+    need_tables();
+    tl_crc32c_fold(reg, to, p, n, store, power, words);
     reg = 0;
     for (int i = 0; i < 8; i++)
         reg = eat_word(reg, words[i]);
     return reg;
 }
 
-WITH_PRODUCTS uint32_t tl_crc32c_by_folding(const void *data, size_t n, uint32_t crc)
+uint32_t tl_crc32c_by_folding(const void *data, size_t n, uint32_t crc)
 {
     const unsigned char *p = data;
     const size_t whole = n >= WIDE ? n / FOLD * FOLD : 0;
-    if (whole) {
-        need_tables();
-        crc = ~eat_folds(~crc, NULL, p, whole, NO_COPY);
-    }
+    if (whole)
+        crc = ~eat_folds(~crc, NULL, p, whole, CRC32C_STORE_NOTHING);
     return tl_crc32c_by_instruction(p + whole, n - whole, crc);
-}
-
-static WITH_PRODUCTS uint32_t copy_folds(unsigned char *to, const unsigned char *from, size_t n, uint32_t crc, bool past_cache)
-{
-    need_tables();
-    return ~(past_cache ? eat_folds(~crc, to, from, n, COPY_PAST_CACHE) : eat_folds(~crc, to, from, n, COPY));
 }
 
 static uint32_t copy_by_folding(unsigned char *to, const unsigned char *from, size_t n, uint32_t crc, bool past_cache)
@@ -251,7 +208,7 @@ static uint32_t copy_by_folding(unsigned char *to, const unsigned char *from, si
         return tl_crc32c_copy_in_pieces(to, from, n, crc, false);
     const size_t whole = (n - first) / FOLD * FOLD, last = n - first - whole;
     crc = tl_crc32c_copy_in_pieces(to, from, first, crc, false);
-    crc = copy_folds(to + first, from + first, whole, crc, past_cache);
+    crc = ~eat_folds(~crc, to + first, from + first, whole, past_cache ? CRC32C_STORE_PAST_CACHE : CRC32C_STORE);
     return tl_crc32c_copy_in_pieces(to + n - last, from + n - last, last, crc, false);
 }
 

@@ -30,4 +30,15 @@ void tl_copy(void *to, const void *from, size_t n, bool past_cache);
 /* Puts what was copied past the caches before everything that follows. */
 void tl_copies_done(void);
 
+/* ---- between crc32c.c and crc32c_products.avx512.c ---- */
+
+enum { CRC32C_FOLD = 64, CRC32C_WIDE = 4 * CRC32C_FOLD }; /* bytes folded at a time: in one register, in four */
+enum crc32c_store { CRC32C_STORE_NOTHING, CRC32C_STORE, CRC32C_STORE_PAST_CACHE };
+
+/* Folds n bytes, n >= CRC32C_WIDE and a multiple of CRC32C_FOLD, behind a register to eight words that have the same sum from a
+ * register of 0. `to`: where they are stored too (a multiple of CRC32C_FOLD for CRC32C_STORE_PAST_CACHE), or NULL. power: for
+ * the first and the last 8 of 16 bytes, the multipliers that move them by CRC32C_FOLD ([0]) and CRC32C_WIDE ([1]). */
+void tl_crc32c_fold(uint32_t reg, unsigned char *to, const unsigned char *p, size_t n, enum crc32c_store store,
+                    const uint64_t power[2][2], uint64_t words[8]);
+
 #endif
