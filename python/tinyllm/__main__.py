@@ -1,0 +1,8 @@
+# SPDX-License-Identifier: MIT
+"""``python -m tinyllm`` is the command ``tinyllm``."""
+
+import sys
+
+from tinyllm.cli import main
+
+sys.exit(main())

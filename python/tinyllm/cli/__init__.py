@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: MIT
+"""The command ``tinyllm``, which is also ``python -m tinyllm``.
+
+A command is a module with ``NAME``, ``HELP`` (one line), ``add_arguments(parser)`` and ``run(args) -> int``, and,
+where there is more to say, ``EXAMPLES``, which ends its ``--help``. To add one, append it to ``COMMANDS``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Sequence
+from typing import Final, NoReturn, Protocol
+
+import tinyllm
+from tinyllm.cli import info
+from tinyllm.cli.common import CliError
+
+__all__ = ["COMMANDS", "CliError", "main"]
+
+
+class Command(Protocol):
+    """What ``main`` asks of a command's module.
+
+    ``run`` returns 0, or 1 for a finding. It prints its answer to stdout and raises ``CliError``, one line, for
+    what it cannot do.
+    """
+
+    NAME: str
+    HELP: str
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+
+    def run(self, args: argparse.Namespace) -> int: ...
+
+
+COMMANDS: Final[tuple[Command, ...]] = (info,)
+
+DONE, FINDING, FAILED = 0, 1, 2
+INTERRUPTED, PIPE_CLOSED = 130, 141  # what a shell reports of a program that SIGINT or SIGPIPE ended
+
+_EPILOG: Final = """\
+begin here:
+  tinyllm info                    is the library found, and what does this machine offer it?
+  tinyllm COMMAND --help          what a command answers, with examples
+
+exit status:
+  0  done, nothing amiss
+  1  done, and there is a finding: bits differ
+  2  not done: bad arguments, no library, too little memory
+  130, 141  interrupted; whoever read the output has gone
+
+Answers go to stdout, problems and progress to stderr; --json prints one JSON object.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; ``argv`` is without the program's name, None is ``sys.argv[1:]``. Returns the exit status."""
+    prog = "tinyllm"
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without these letters still gets an answer
+    try:
+        args = _parser().parse_args(argv)
+        prog = f"tinyllm {args.command.NAME}"
+        status = int(args.command.run(args))
+        print(end="", flush=True)
+        return status
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the exit flushes once more
+        return PIPE_CLOSED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except UsageError as error:
+        return _say(str(error))
+    except MemoryError:
+        return _say(f"{prog}: the system has not enough memory for this")
+    except (CliError, tinyllm.TlError, tinyllm.AbiMismatch, tinyllm.OutOfBlocks, OSError) as error:
+        return _say(f"{prog}: {error}")
+
+
+def _say(problem: str) -> int:
+    print(" ".join(problem.split()), file=sys.stderr)
+    return FAILED
+
+
+class UsageError(Exception):
+    """The arguments are wrong; begins with the name of the program."""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with errors of one line and help as it was written."""
+
+    def __init__(self, **options: object) -> None:
+        options = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False, **options}
+        super().__init__(**options)  # type: ignore[arg-type]
+
+    def error(self, message: str) -> NoReturn:
+        unknown = re.match(r"argument COMMAND: invalid choice: ('.*?')", message)
+        if unknown:
+            message = f"no command {unknown[1]}; there are {', '.join(c.NAME for c in COMMANDS)}"
+        message = re.sub(r"^argument (\S+): ", r"\1 ", message)
+        raise UsageError(f"{self.prog}: {message} ({self.prog} --help)")
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="tinyllm",
+        description="Attention over a paged KV cache on CPUs, with the same bits on every machine.",
+        epilog=_EPILOG,
+    )
+    parser.add_argument("--version", action="version", version=f"tinyllm {tinyllm.__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands", parser_class=Parser)
+    for command in COMMANDS:
+        examples = getattr(command, "EXAMPLES", None)
+        sub = commands.add_parser(
+            command.NAME,
+            help=command.HELP,
+            description=command.HELP[0].upper() + command.HELP[1:] + ".",
+            epilog=examples and f"examples:\n{examples}",
+        )
+        command.add_arguments(sub)
+        sub.set_defaults(command=command)
+    return parser
