@@ -12,6 +12,7 @@
 #include "tinyllm/kv_view.h"
 #include "tinyllm/numerics.h"
 #include "tinyllm/softmax.h"
+#include "tinyllm/observe.h"
 #include "tinyllm/attention.h"
 
 #endif

@@ -59,6 +59,9 @@ TL_BEGIN_DECLS
 /* TL_ABI_VERSION of the library that was loaded. */
 TL_API uint32_t tl_abi_version(void);
 
+/* TL_VERSION of the library that was loaded. Static storage. */
+TL_API const char *tl_version(void);
+
 /* The name of a status, "TL_OK" .. "TL_EIO"; "TL_UNKNOWN" for any other value. Static storage. */
 TL_API const char *tl_status_str(tl_status s);
 

@@ -24,6 +24,7 @@
 #include "arena.h"
 #include "kv_pool.h"
 #include "kv_view.h"
+#include "observe.h"
 #include "pool.h"
 
 #define TL_ATTN_TILE 16    /* positions in one vector of scores, anchored at absolute position 0 */
@@ -78,7 +79,7 @@ TL_API tl_status tl_paged_attn_decode_f32(const float *q, const tl_kv_pool *kv, 
                                           int64_t Hkv, int64_t D, float scale, int64_t window, tl_pool *tp);
 
 /* What tl_paged_attn_f32 is told. Set `size`, zero the rest, and fill in what is meant: later versions add members behind,
- * and take a smaller size for what it was.
+ * and take a smaller size for what it was. Sizes known so far: 176 (all before `trace`), 184.
  *
  * Rows. Sequence s owns the q_len = cu_seqlens_q[s+1] - cu_seqlens_q[s] rows from cu_seqlens_q[s] on; its row i stands at
  * position p = ctx_lens[s] - q_len + i, so that the last one is the newest position. Without cu_seqlens_q every sequence
@@ -111,6 +112,7 @@ typedef struct {
     tl_pool *tp;                 /* who works; NULL: the calling thread */
     void *workspace;             /* where splits may be worked on side by side, aligned for floats; NULL: none. Not read before */
     size_t workspace_bytes;      /* at least tl_paged_attn_workspace's where workspace is not NULL */
+    tl_trace *trace;             /* where the call writes down who did what when; NULL: nowhere. Changes no bit */
 } tl_paged_attn_args;
 
 /* Splits that one worker has in a workspace at a time. */
@@ -122,7 +124,7 @@ typedef struct {
  *     4 * total_q * H * (TL_ATTN_WAVE_SPLITS * threads * (2 + head_dim_v) + 2)
  *
  * whatever the contexts are; 0 for one worker. Without a workspace the call gives the same bits. Only B, H, cu_seqlens_q, the
- * view's head_dim_v and tp are looked at. 0 with the slot set: args or its view NULL, a size that is not this version's, B < 0,
+ * view's head_dim_v and tp are looked at. 0 with the slot set: args or its view NULL, a size that is not known, B < 0,
  * H < 1, a number of bytes that would wrap. */
 TL_API size_t tl_paged_attn_workspace(const tl_paged_attn_args *args);
 
@@ -133,14 +135,15 @@ TL_API size_t tl_paged_attn_workspace(const tl_paged_attn_args *args);
  * A view is sound when its dtype is one of the three, reserved is 0, block_tokens, n_kv_heads and head dims are at least 1, n_blocks >= 0, the
  * strides are not negative and do not let two elements of K (or two of V) share memory, and its last element can be
  * addressed. K and V may share memory with each other.
- * Errors, out and lse untouched; the first of these decides: TL_EINVAL for args NULL or a size that is not this version's;
+ * Errors, out and lse untouched; the first of these decides: TL_EINVAL for args NULL or a size that is not known;
  * a NULL pointer (view, its k or v, q, out, ctx_lens, block_tables), a view that is not sound, B < 0, table_stride < 1,
- * a scale that is NaN, a softcap that is negative, infinite or NaN; TL_ESHAPE for H < 1 or no multiple of the view's KV
+ * a scale that is NaN, a softcap that is negative, infinite or NaN, a trace with a negative capacity, with NULL for one or beyond
+ * the address space; TL_ESHAPE for H < 1 or no multiple of the view's KV
  * heads; TL_EINVAL for out strides that let two rows share memory, a size beyond the address space, a workspace that is short or not
  * aligned for floats; TL_EUNSUPPORTED for a
  * TINYLLM_ISA that is not here; then sequence by sequence TL_EINVAL for cu_seqlens_q that does not begin at 0 or decreases,
  * a context length below q_len (or below 1) or beyond the table, an entry that would be read and names no block; TL_EINVAL
- * where out, lse or the workspace overlaps an input or another of them; TL_EBUSY last. B == 0 with all else in order: TL_OK. */
+ * where out, lse, the workspace or the trace's events overlap an input or another of them; TL_EBUSY last. B == 0 with all else in order: TL_OK. */
 TL_API tl_status tl_paged_attn_f32(const tl_paged_attn_args *args);
 
 /* States: what a range of splits leaves of each row, to be merged later, elsewhere, by anybody. A state is 2 + head_dim_v

@@ -18,6 +18,10 @@ TL_BEGIN_DECLS
  * the names that would work, and functions without a status run on scalar. Static storage. Thread-safe. */
 TL_API const char *tl_isa_name(void);
 
+/* The instruction sets that this build and CPU have, the best one first, a blank between two: "avx512 avx2 scalar". Static
+ * storage. Thread-safe. */
+TL_API const char *tl_isa_names(void);
+
 /* The version of the arithmetic: it changes whenever any output bit may. Equal versions give equal bits. */
 TL_API uint32_t tl_numerics_version(void);
 

@@ -44,6 +44,12 @@ typedef struct {
     uint32_t free, used, cached, evictions;
 } tl_kv_stats;
 
+/* A block at one moment. refs > 0: used; no reference and a hash: cached; else free. 16 bytes. */
+typedef struct {
+    uint64_t hash;       /* it is registered under; 0: it is not */
+    uint32_t refs, fill; /* a free block's fill is 0 */
+} tl_kv_block;
+
 TL_BEGIN_DECLS
 
 /* Makes a pool of free blocks. Block memory is reserved, not touched: the default hook commits pages as they are
@@ -138,6 +144,10 @@ TL_API tl_status tl_kv_import(tl_kv_pool *kv, const void *buf, size_t len, uint3
 
 /* Fills *out. NULL: nothing is written and the slot is set. */
 TL_API void tl_kv_stats_get(const tl_kv_pool *kv, tl_kv_stats *out);
+
+/* Writes what blocks first .. first+n-1 are to out[n]: for tools that look at a whole pool. TL_EINVAL: NULL kv, NULL out with
+ * n > 0, a range past the pool's blocks; out is untouched then. n == 0: TL_OK. */
+TL_API tl_status tl_kv_blocks_get(const tl_kv_pool *kv, uint32_t first, uint32_t n, tl_kv_block *out);
 
 /* CRC-32C (Castagnoli; reflected 0x82F63B78, init and final xor all ones) of n bytes; `crc` is 0 to begin, or an
  * earlier result to go on from. tl_crc32c("123456789", 9, 0) == 0xE3069283. Any alignment. Reentrant. NULL with n > 0:

@@ -30,6 +30,7 @@ static struct {
     const struct tl_kernels *table; /* what runs: scalar where the name is of no use */
     bool rejected;                  /* TINYLLM_ISA names what is not here */
     char name[32];
+    char usable[64];                /* every name that would do, the best first */
 } chosen;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 
@@ -55,9 +56,20 @@ static void choose(const char *name)
     snprintf(chosen.name, sizeof chosen.name, "%s", chosen.rejected ? name : chosen.table->name);
 }
 
+static void list_usable(void)
+{
+    int n = 0;
+    size_t at = 0;
+    while (tl_kernels_usable(n))
+        n++;
+    for (int i = n - 1; i >= 0 && at < sizeof chosen.usable; i--)
+        at += (size_t)snprintf(chosen.usable + at, sizeof chosen.usable - at, at ? " %s" : "%s", tl_kernels_usable(i)->name);
+}
+
 static void choose_from_environment(void)
 {
     const char *name = getenv("TINYLLM_ISA");
+    list_usable();
     choose(name && *name ? name : NULL);
 }
 
@@ -73,22 +85,11 @@ void tl_kernels_select(const char *name)
     choose(name);
 }
 
-static void list_usable(char *text, size_t cap)
-{
-    const struct tl_kernels *table;
-    size_t at = 0;
-    for (int i = 0; (table = tl_kernels_usable(i)) && at < cap; i++)
-        at += (size_t)snprintf(text + at, cap - at, "%s%s", i ? ", " : "", table->name);
-}
-
 tl_status tl_kernels_require(const char *fn, const struct tl_kernels **out)
 {
     const struct tl_kernels *table = tl_kernels();
-    if (chosen.rejected) {
-        char names[96];
-        list_usable(names, sizeof names);
-        return tl_fail(TL_EUNSUPPORTED, fn, "TINYLLM_ISA=%s is not here; these are: %s", chosen.name, names);
-    }
+    if (chosen.rejected)
+        return tl_fail(TL_EUNSUPPORTED, fn, "TINYLLM_ISA=%s is not here; these are: %s", chosen.name, chosen.usable);
     *out = table;
     return TL_OK;
 }
@@ -97,6 +98,12 @@ const char *tl_isa_name(void)
 {
     tl_kernels();
     return chosen.name;
+}
+
+const char *tl_isa_names(void)
+{
+    tl_kernels();
+    return chosen.usable;
 }
 
 uint32_t tl_numerics_version(void)

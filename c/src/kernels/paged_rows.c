@@ -3,7 +3,8 @@
  * splits. Arguments are checked whole, then the work is cut into units of one KV head and a few neighbouring tokens of the
  * batch, whose rows share walks over K and V as far as they belong to one sequence.
  *
- * Words. token: one of the total_q = cu_seqlens_q[B] query positions of the batch; a token has H rows. */
+ * Words. token: one of the total_q = cu_seqlens_q[B] query positions of the batch; a token has H rows. hand: a worker, and what
+ * it computes in. */
 #include <math.h>
 #include <stdbool.h>
 #include <string.h>
@@ -13,6 +14,7 @@
 #include "kernels/kv_view.h"
 #include "kernels/shapes.h"
 #include "kernels/sharing.h"
+#include "kernels/trace.h"
 #include "runtime/fail.h"
 #include "runtime/fpenv.h"
 #include "runtime/pool_run.h"
@@ -28,6 +30,11 @@ struct call {
     struct kv_view view;
     int64_t Hkv, group, total_q;
     int64_t unit_tokens, n_units; /* tokens of a unit; units: the KV heads of some tokens one after the other, then the next tokens */
+};
+
+struct hand {
+    struct attn_work work;
+    int worker;
 };
 
 /* ---- the batch ---- */
@@ -87,6 +94,16 @@ static tl_status check_scalars(const struct call *c)
         return tl_fail(TL_EINVAL, c->fn, "scale is NaN");
     if (!(a->logits_softcap >= 0 && a->logits_softcap < INFINITY))
         return tl_fail(TL_EINVAL, c->fn, "logits_softcap = %g is not a number from 0 up", (double)a->logits_softcap);
+    return TL_OK;
+}
+
+static tl_status check_trace(const struct call *c)
+{
+    const tl_trace *t = c->a->trace;
+    if (t && (t->capacity < 0 || !tl_fits_memory(sizeof *t->events, 1, &t->capacity)))
+        return tl_fail(TL_EINVAL, c->fn, "trace: capacity = %lld is no number of events", (long long)t->capacity);
+    if (t && !t->events && t->capacity > 0)
+        return tl_fail(TL_EINVAL, c->fn, "trace: events is NULL, capacity = %lld", (long long)t->capacity);
     return TL_OK;
 }
 
@@ -154,7 +171,26 @@ static tl_status check_shape(const struct call *c)
     return TL_OK;
 }
 
-static bool workspace_size(const tl_paged_attn_args *a, int64_t total_q, size_t *bytes);
+/* Splits of a row that a wave works on. */
+static int64_t wave_splits(const tl_pool *tp)
+{
+    return TL_ATTN_WAVE_SPLITS * (int64_t)tl_pool_threads(tp);
+}
+
+/* False where it would wrap. */
+static bool workspace_size(const tl_paged_attn_args *a, int64_t total_q, size_t *bytes)
+{
+    int64_t floats, rows;
+    *bytes = 0;
+    if (tl_pool_threads(a->tp) == 1)
+        return true;
+    if (__builtin_add_overflow(a->view->head_dim_v, 2, &floats) || __builtin_mul_overflow(floats, wave_splits(a->tp), &floats) ||
+        __builtin_add_overflow(floats, 2, &floats) || __builtin_mul_overflow(total_q, a->H, &rows) ||
+        __builtin_mul_overflow(floats, rows, &floats) || floats < 0 || floats > PTRDIFF_MAX / (int64_t)sizeof(float))
+        return false;
+    *bytes = (size_t)floats * sizeof(float);
+    return true;
+}
 
 static tl_status check_workspace(const struct call *c)
 {
@@ -257,41 +293,47 @@ static tl_status check_overlap(const struct call *c)
 {
     const tl_paged_attn_args *a = c->a;
     const tl_kv_view *v = a->view;
+    const bool whole = !c->states;
     struct reach q, out;
     (void)reach_of(c->total_q, a->H, v->head_dim_k, a->q_token_stride, a->q_head_stride, &q);
     (void)reach_of(c->total_q, a->H, v->head_dim_v, a->out_token_stride, a->out_head_stride, &out);
-    const float *const lse = c->states ? NULL : a->lse;
-    const size_t rows = (size_t)(c->total_q * a->H), lse_bytes = rows * sizeof(float);
-    const char *const out_at = c->states ? (const char *)c->states : (const char *)a->out + out.below;
-    const size_t out_bytes = c->states ? rows * (size_t)(c->n_splits * (2 + v->head_dim_v)) * sizeof(float) : (size_t)(out.above - out.below);
-    const char *const out_name = c->states ? "states" : "out";
+    const size_t rows = (size_t)(c->total_q * a->H);
+    enum { WRITTEN = 5 }; /* the first ones; the rest is read */
     const struct {
         const char *name;
         const void *at;
         size_t bytes;
-    } input[] = {{"q", (const char *)a->q + q.below, (size_t)(q.above - q.below)},
-                 {"the view's k", v->k, side_bytes(v, v->head_dim_k, v->k_block_stride, v->k_head_stride, v->k_token_stride)},
-                 {"the view's v", v->v, side_bytes(v, v->head_dim_v, v->v_block_stride, v->v_head_stride, v->v_token_stride)},
-                 {"ctx_lens", a->ctx_lens, (size_t)a->B * sizeof *a->ctx_lens},
-                 {"cu_seqlens_q", a->cu_seqlens_q, (size_t)(a->B + 1) * sizeof *a->cu_seqlens_q},
-                 {"block_tables", a->block_tables, (size_t)(a->B * a->table_stride) * sizeof *a->block_tables},
-                 {"alibi_slopes", a->alibi_slopes, (size_t)a->H * sizeof(float)},
-                 {"sink_logits", c->states ? NULL : a->sink_logits, (size_t)a->H * sizeof(float)},
-                 {"workspace", c->states ? NULL : a->workspace, a->workspace_bytes}, {"lse", lse, lse_bytes}};
-    const int n_inputs = sizeof input / sizeof input[0];
-    for (int i = 0; i < n_inputs; i++)
-        if (tl_overlap(out_at, out_bytes, input[i].at, input[i].bytes))
-            return tl_fail(TL_EINVAL, c->fn, "%s overlap%s %s", out_name, c->states ? "" : "s", input[i].name);
-    for (int i = 0; i < n_inputs - 1; i++)
-        if (tl_overlap(lse, lse_bytes, input[i].at, input[i].bytes))
-            return tl_fail(TL_EINVAL, c->fn, "lse overlaps %s", input[i].name);
-    for (int i = 0; i < n_inputs - 2 && !c->states; i++)
-        if (tl_overlap(a->workspace, a->workspace_bytes, input[i].at, input[i].bytes))
-            return tl_fail(TL_EINVAL, c->fn, "workspace overlaps %s", input[i].name);
+    } span[] = {{"states", c->states, rows * (size_t)(c->n_splits * (2 + v->head_dim_v)) * sizeof(float)},
+                {"out", whole ? (const char *)a->out + out.below : NULL, (size_t)(out.above - out.below)},
+                {"lse", whole ? a->lse : NULL, rows * sizeof(float)},
+                {"workspace", whole ? a->workspace : NULL, a->workspace_bytes},
+                {"trace", a->trace ? a->trace->events : NULL, a->trace ? (size_t)a->trace->capacity * sizeof *a->trace->events : 0},
+                {"q", (const char *)a->q + q.below, (size_t)(q.above - q.below)},
+                {"the view's k", v->k, side_bytes(v, v->head_dim_k, v->k_block_stride, v->k_head_stride, v->k_token_stride)},
+                {"the view's v", v->v, side_bytes(v, v->head_dim_v, v->v_block_stride, v->v_head_stride, v->v_token_stride)},
+                {"ctx_lens", a->ctx_lens, (size_t)a->B * sizeof *a->ctx_lens},
+                {"cu_seqlens_q", a->cu_seqlens_q, (size_t)(a->B + 1) * sizeof *a->cu_seqlens_q},
+                {"block_tables", a->block_tables, (size_t)(a->B * a->table_stride) * sizeof *a->block_tables},
+                {"alibi_slopes", a->alibi_slopes, (size_t)a->H * sizeof(float)},
+                {"sink_logits", whole ? a->sink_logits : NULL, (size_t)a->H * sizeof(float)}};
+    const int n_spans = sizeof span / sizeof span[0];
+    for (int i = 0; i < WRITTEN; i++)
+        for (int k = i + 1; k < n_spans; k++)
+            if (tl_overlap(span[i].at, span[i].bytes, span[k].at, span[k].bytes))
+                return tl_fail(TL_EINVAL, c->fn, "%s overlap%s %s", span[i].name, i == 0 ? "" : "s", span[k].name);
     return TL_OK;
 }
 
 /* ---- the work ---- */
+
+/* Where a finished row goes. */
+static struct attn_end end_of(const struct call *c, int64_t token, int64_t head)
+{
+    const tl_paged_attn_args *a = c->a;
+    return (struct attn_end){.out = a->out + token * a->out_token_stride + head * a->out_head_stride,
+                             .lse = a->lse ? a->lse + token * a->H + head : NULL,
+                             .sink = a->sink_logits ? a->sink_logits[head] : -INFINITY, .dim = c->view.v_dim};
+}
 
 static struct attn_row row_of(const struct call *c, int64_t token, int64_t head, int64_t pos)
 {
@@ -301,9 +343,8 @@ static struct attn_row row_of(const struct call *c, int64_t token, int64_t head,
     if (c->states) {
         row.state = c->states + (token * a->H + head) * c->state_stride * (2 + c->view.v_dim);
     } else {
-        row.out = a->out + token * a->out_token_stride + head * a->out_head_stride;
-        row.lse = a->lse ? a->lse + token * a->H + head : NULL;
-        row.sink = a->sink_logits ? a->sink_logits[head] : -INFINITY;
+        const struct attn_end end = end_of(c, token, head);
+        row.out = end.out, row.lse = end.lse, row.sink = end.sink;
     }
     return row;
 }
@@ -325,11 +366,11 @@ static void keep_states(const struct call *c, const struct attn_job *job, struct
     }
 }
 
-static struct attn_job job_of(const struct call *c, int64_t seq, int64_t kv_head, const struct attn_row *row, struct attn_work *work)
+static struct attn_job job_of(const struct call *c, int64_t seq, int64_t kv_head, const struct attn_row *row, struct hand *hand)
 {
     return (struct attn_job){.view = &c->view, .block_table = c->a->block_tables + seq * c->a->table_stride, .kv_head = kv_head,
                              .scale = c->a->scale, .softcap = c->a->logits_softcap, .has_alibi = c->a->alibi_slopes != NULL,
-                             .work = work, .row = row};
+                             .work = &hand->work, .row = row};
 }
 
 /* Position of token 0, were it of this sequence. */
@@ -338,21 +379,31 @@ static int64_t position_of_zero(const struct call *c, int64_t seq)
     return c->a->ctx_lens[seq] - first_token(c, seq + 1);
 }
 
+/* Writes down what a hand did since begin_ns: tokens [first, end), from sequence seq on, over positions lo .. hi-1. */
+static void note(const struct call *c, const struct hand *hand, int32_t what, int64_t seq, int64_t kv_head, int64_t first, int64_t end,
+                 struct range seen, int64_t begin_ns)
+{
+    const int64_t first_split = seen.lo / TL_ATTN_SPLIT, end_split = seen.lo < seen.hi ? (seen.hi - 1) / TL_ATTN_SPLIT + 1 : first_split;
+    trace_add(c->a->trace, (tl_trace_event){hand->worker, what, seq, kv_head, first, end - first, first_split, end_split - first_split,
+                                            begin_ns, 0});
+}
+
 /* Rows of tokens [first, end) of one sequence and KV head; from position `from` on, with what `carry` holds, if that is not
  * NULL. `next`: what is walked afterwards, or NULL. */
 static void attend_tokens(const struct call *c, int64_t seq, int64_t kv_head, int64_t first, int64_t end, int64_t from,
-                          struct attn_state *carry, const struct attn_path *next, struct attn_work *work)
+                          struct attn_state *carry, const struct attn_path *next, struct hand *hand)
 {
     const int64_t n_rows = (end - first) * c->group, max_rows = attn_max_rows(c->view.k_dim, c->view.v_dim);
+    const int64_t begin_ns = trace_now(c->a->trace), zero = position_of_zero(c, seq);
     struct attn_row row[ATTN_ROWS];
-    struct attn_job job = job_of(c, seq, kv_head, row, work);
+    struct attn_job job = job_of(c, seq, kv_head, row, hand);
     job.resumes = carry != NULL;
     for (int64_t i = 0; i < n_rows; i += job.n_rows) {
         job.n_rows = (int)(n_rows - i < max_rows ? n_rows - i : max_rows);
         job.next = i + job.n_rows < n_rows ? NULL : next;
         for (int r = 0; r < job.n_rows; r++) {
             const int64_t token = first + (i + r) / c->group, head = kv_head * c->group + (i + r) % c->group;
-            row[r] = row_of(c, token, head, position_of_zero(c, seq) + token);
+            row[r] = row_of(c, token, head, zero + token);
             if (carry) {
                 row[r].lo = from;
                 row[r].carry = carry + i + r;
@@ -363,6 +414,7 @@ static void attend_tokens(const struct call *c, int64_t seq, int64_t kv_head, in
         else
             c->kernels->attn_rows(&job);
     }
+    note(c, hand, TL_TRACE_ROWS, seq, kv_head, first, end, in_splits(c, carry ? from : first_visible(c, zero + first), zero + end), begin_ns);
 }
 
 /* ---- prefixes that sequences share ---- */
@@ -396,11 +448,12 @@ static bool any_shared(const struct call *c)
 /* Tokens [first, end), at most a job's rows, of sequences from seq on that share n_splits splits: one walk over those for all,
  * then each sequence by itself. */
 static void attend_sharing(const struct call *c, int64_t seq, int64_t kv_head, int64_t first, int64_t end, int64_t n_splits,
-                           struct attn_work *work)
+                           struct hand *hand)
 {
     struct attn_row row[ATTN_ROWS];
     struct attn_state carry[ATTN_ROWS];
-    struct attn_job job = job_of(c, seq, kv_head, row, work);
+    struct attn_job job = job_of(c, seq, kv_head, row, hand);
+    const int64_t begin_ns = trace_now(c->a->trace);
     job.suspends = true;
     for (int64_t token = first, s = seq; token < end; token++) {
         while (first_token(c, s + 1) <= token)
@@ -412,10 +465,11 @@ static void attend_sharing(const struct call *c, int64_t seq, int64_t kv_head, i
         }
     }
     c->kernels->attn_rows(&job);
+    note(c, hand, TL_TRACE_SHARED, seq, kv_head, first, end, (struct range){0, n_splits * TL_ATTN_SPLIT}, begin_ns);
     for (int64_t token = first, to; token < end; token = to, seq++) {
         to = first_token(c, seq + 1) < end ? first_token(c, seq + 1) : end;
         if (to > token)
-            attend_tokens(c, seq, kv_head, token, to, n_splits * TL_ATTN_SPLIT, carry + (token - first) * c->group, NULL, work);
+            attend_tokens(c, seq, kv_head, token, to, n_splits * TL_ATTN_SPLIT, carry + (token - first) * c->group, NULL, hand);
     }
 }
 
@@ -436,7 +490,7 @@ static struct attn_path path_of(const struct call *c, int64_t unit)
     return (struct attn_path){c->a->block_tables + seq * c->a->table_stride, unit % c->Hkv, first_visible(c, pos), pos + 1};
 }
 
-static void attend_unit(const struct call *c, int64_t unit, const struct attn_path *next, struct attn_work *work)
+static void attend_unit(const struct call *c, int64_t unit, const struct attn_path *next, struct hand *hand)
 {
     const int64_t kv_head = unit % c->Hkv, begin = unit / c->Hkv * c->unit_tokens;
     const int64_t end = begin + c->unit_tokens < c->total_q ? begin + c->unit_tokens : c->total_q;
@@ -446,20 +500,20 @@ static void attend_unit(const struct call *c, int64_t unit, const struct attn_pa
         to = may_share(c) ? end_of_sharing(c, seq, end, &n_splits) : first_token(c, seq + 1);
         to = to < end ? to : end;
         if (n_splits > 0)
-            attend_sharing(c, seq, kv_head, token, to, n_splits, work);
+            attend_sharing(c, seq, kv_head, token, to, n_splits, hand);
         else
-            attend_tokens(c, seq, kv_head, token, to, 0, NULL, to == end ? next : NULL, work);
+            attend_tokens(c, seq, kv_head, token, to, 0, NULL, to == end ? next : NULL, hand);
     }
 }
 
 static void attend_units(void *ctx, int64_t lo, int64_t hi, int worker)
 {
     const struct call *c = ctx;
-    struct attn_work work;
-    (void)worker;
+    struct hand hand;
+    hand.worker = worker;
     for (int64_t unit = lo; unit < hi; unit++) {
         const struct attn_path next = path_of(c, unit + 1 < hi ? unit + 1 : unit);
-        attend_unit(c, unit, unit + 1 < hi ? &next : NULL, &work);
+        attend_unit(c, unit, unit + 1 < hi ? &next : NULL, &hand);
     }
 }
 
@@ -472,55 +526,33 @@ struct waves {
     bool last;
 };
 
-static int64_t wave_splits(const tl_pool *tp)
-{
-    return TL_ATTN_WAVE_SPLITS * (int64_t)tl_pool_threads(tp);
-}
-
-/* False where it would wrap. */
-static bool workspace_size(const tl_paged_attn_args *a, int64_t total_q, size_t *bytes)
-{
-    int64_t floats, rows;
-    *bytes = 0;
-    if (tl_pool_threads(a->tp) == 1)
-        return true;
-    if (__builtin_add_overflow(a->view->head_dim_v, 2, &floats) || __builtin_mul_overflow(floats, wave_splits(a->tp), &floats) ||
-        __builtin_add_overflow(floats, 2, &floats) || __builtin_mul_overflow(total_q, a->H, &rows) ||
-        __builtin_mul_overflow(floats, rows, &floats) || floats < 0 || floats > PTRDIFF_MAX / (int64_t)sizeof(float))
-        return false;
-    *bytes = (size_t)floats * sizeof(float);
-    return true;
-}
-
 /* Unit number unit of a wave: one split of one of the call's units. */
 static void attend_splits(void *ctx, int64_t lo, int64_t hi, int worker)
 {
     const struct waves *w = ctx;
-    struct attn_work work;
-    (void)worker;
+    struct hand hand;
+    hand.worker = worker;
     for (int64_t i = lo; i < hi; i++) {
         const int64_t k = i % w->c.n_splits;
         struct call one = w->c;
         one.first_split += k;
         one.n_splits = 1;
         one.states += k * (2 + one.view.v_dim);
-        attend_unit(&one, i / w->c.n_splits, NULL, &work);
+        attend_unit(&one, i / w->c.n_splits, NULL, &hand);
     }
 }
 
 static void merge_rows(void *ctx, int64_t lo, int64_t hi, int worker)
 {
     const struct waves *w = ctx;
-    const tl_paged_attn_args *a = w->c.a;
-    const int64_t dim = w->c.view.v_dim;
-    (void)worker;
+    const struct call *c = &w->c;
+    const int64_t begin = trace_now(c->a->trace), H = c->a->H;
     for (int64_t i = lo; i < hi; i++) {
-        const int64_t token = i / a->H, head = i % a->H;
-        const struct attn_end end = {.out = a->out + token * a->out_token_stride + head * a->out_head_stride,
-                                     .lse = a->lse ? a->lse + i : NULL, .sink = a->sink_logits ? a->sink_logits[head] : -INFINITY,
-                                     .dim = dim};
-        w->c.kernels->attn_join_row(&end, &w->merged[i], w->c.states + i * w->c.state_stride * (2 + dim), w->c.n_splits, w->last);
+        const struct attn_end end = end_of(c, i / H, i % H);
+        c->kernels->attn_join_row(&end, &w->merged[i], c->states + i * c->state_stride * (2 + end.dim), c->n_splits, w->last);
     }
+    trace_add(c->a->trace, (tl_trace_event){worker, TL_TRACE_MERGE, -1, -1, lo / H, (hi - 1) / H + 1 - lo / H, c->first_split, c->n_splits,
+                                            begin, 0});
 }
 
 /* The splits that any row sees. */
@@ -572,6 +604,13 @@ static double seen_keys(const struct call *c)
     return n;
 }
 
+/* Whether splits are to be worked on side by side: there is room for it, and too few units to balance by themselves. */
+static bool wants_waves(const struct call *c)
+{
+    const int64_t threads = tl_pool_threads(c->a->tp);
+    return c->a->workspace && !c->states && threads > 1 && c->n_units < UNITS_ENOUGH * threads;
+}
+
 static tl_status run(struct call *c)
 {
     const tl_paged_attn_args *a = c->a;
@@ -580,10 +619,11 @@ static tl_status run(struct call *c)
     c->n_units = c->Hkv * ((c->total_q - 1) / c->unit_tokens + 1);
     const bool shared = tl_worth_sharing(seen_keys(c) * (double)(c->view.k_dim + c->view.v_dim) / 2,
                                          (double)c->Hkv / (double)c->unit_tokens, (double)a->H);
-    const struct range splits = all_splits(c);
-    if (shared && a->workspace && !c->states && tl_pool_threads(a->tp) > 1 && c->n_units < UNITS_ENOUGH * (int64_t)tl_pool_threads(a->tp) &&
-        splits.hi - splits.lo > 1)
-        return run_in_waves(c, splits);
+    if (shared && wants_waves(c)) {
+        const struct range splits = all_splits(c);
+        if (splits.hi - splits.lo > 1)
+            return run_in_waves(c, splits);
+    }
     return tl_pool_run(c->fn, a->tp, c->n_units, shared ? 1 : c->n_units, attend_units, c);
 }
 
@@ -593,6 +633,7 @@ static tl_status check(struct call *c)
     TL_TRY(check_pointers(c));
     TL_TRY(tl_kv_view_check(c->fn, a->view));
     TL_TRY(check_scalars(c));
+    TL_TRY(check_trace(c));
     TL_TRY(check_splits(c));
     TL_TRY(check_shape(c));
     TL_TRY(check_tables_size(c));
@@ -605,14 +646,24 @@ static tl_status check(struct call *c)
     return tl_pool_check(c->fn, a->tp);
 }
 
+/* The arguments of a caller who may know less of them than this version does. */
+static tl_status read_args(const char *fn, const tl_paged_attn_args *args, tl_paged_attn_args *all)
+{
+    if (!args)
+        return tl_fail(TL_EINVAL, fn, "args is NULL");
+    if (args->size != offsetof(tl_paged_attn_args, trace) && args->size != sizeof *all)
+        return tl_fail(TL_EINVAL, fn, "size = %llu, this version's is %zu", (unsigned long long)args->size, sizeof *all);
+    *all = (tl_paged_attn_args){0};
+    memcpy(all, args, args->size);
+    return TL_OK;
+}
+
 static tl_status check_and_run(struct call *c)
 {
     const tl_paged_attn_args *a = c->a;
-    if (!a)
-        return tl_fail(TL_EINVAL, c->fn, "args is NULL");
-    if (a->size != sizeof *a)
-        return tl_fail(TL_EINVAL, c->fn, "size = %llu, this version's is %zu", (unsigned long long)a->size, sizeof *a);
     TL_TRY(check(c));
+    if (a->trace)
+        a->trace->n = 0;
     if (c->total_q == 0)
         return TL_OK;
     c->Hkv = a->view->n_kv_heads;
@@ -626,30 +677,34 @@ static tl_status check_and_run(struct call *c)
 
 tl_status tl_paged_attn_f32(const tl_paged_attn_args *args)
 {
-    struct call c = {.fn = WHOLE, .a = args, .n_splits = 1};
+    tl_paged_attn_args all;
+    struct call c = {.fn = WHOLE, .a = &all, .n_splits = 1};
+    TL_TRY(read_args(WHOLE, args, &all));
     return check_and_run(&c);
 }
 
 tl_status tl_paged_attn_states_f32(const tl_paged_attn_args *args, int64_t first_split, int64_t n_splits, float *states)
 {
-    struct call c = {.fn = STATES, .a = args, .states = states, .first_split = first_split, .n_splits = n_splits, .state_stride = n_splits};
+    tl_paged_attn_args all;
+    struct call c = {.fn = STATES, .a = &all, .states = states, .first_split = first_split, .n_splits = n_splits,
+                     .state_stride = n_splits};
+    TL_TRY(read_args(STATES, args, &all));
     return check_and_run(&c);
 }
 
 size_t tl_paged_attn_workspace(const tl_paged_attn_args *args)
 {
     static const char fn[] = "tl_paged_attn_workspace";
+    tl_paged_attn_args all;
     size_t bytes = 0;
-    if (!args || args->size != sizeof *args || !args->view || args->B < 0 || args->H < 1) {
-        (void)tl_fail(TL_EINVAL, fn, !args                         ? "args is NULL"
-                                     : args->size != sizeof *args ? "args: size is not this version's"
-                                     : !args->view                ? "args: view is NULL"
-                                                                  : "args: B = %lld, H = %lld",
-                      args ? (long long)args->B : 0, args ? (long long)args->H : 0);
+    if (read_args(fn, args, &all) != TL_OK)
+        return 0;
+    if (!all.view || all.B < 0 || all.H < 1) {
+        (void)tl_fail(TL_EINVAL, fn, all.view ? "B = %lld, H = %lld" : "view is NULL", (long long)all.B, (long long)all.H);
         return 0;
     }
-    const struct call c = {.fn = fn, .a = args};
-    if (!workspace_size(args, args->B > 0 ? first_token(&c, args->B) : 0, &bytes))
+    const struct call c = {.fn = fn, .a = &all};
+    if (!workspace_size(&all, all.B > 0 ? first_token(&c, all.B) : 0, &bytes))
         (void)tl_fail(TL_EINVAL, fn, "more bytes than memory has");
     return bytes;
 }

@@ -22,6 +22,11 @@ uint32_t tl_abi_version(void)
     return TL_ABI_VERSION;
 }
 
+const char *tl_version(void)
+{
+    return TL_VERSION;
+}
+
 const char *tl_status_str(tl_status s)
 {
     switch (s) {

@@ -419,6 +419,21 @@ size_t tl_kv_block_bytes(const tl_kv_pool *kv)
     return 0;
 }
 
+tl_status tl_kv_blocks_get(const tl_kv_pool *kv, uint32_t first, uint32_t n, tl_kv_block *out)
+{
+    static const char fn[] = "tl_kv_blocks_get";
+    if (!kv || (!out && n > 0))
+        return tl_fail(TL_EINVAL, fn, "%s is NULL", kv ? "out" : "the pool");
+    if (first > kv->cfg.n_blocks || n > kv->cfg.n_blocks - first)
+        return tl_fail(TL_EINVAL, fn, "blocks %u to %llu are out of range, the pool has %u", first,
+                       (unsigned long long)first + n, kv->cfg.n_blocks);
+    for (uint32_t i = 0; i < n; i++) {
+        const struct kv_block *block = &kv->block[first + i];
+        out[i] = first + i < kv->n_touched ? (tl_kv_block){block->hash, block->refs, block->fill} : (tl_kv_block){0, 0, 0};
+    }
+    return TL_OK;
+}
+
 void tl_kv_stats_get(const tl_kv_pool *kv, tl_kv_stats *out)
 {
     if (!kv || !out)

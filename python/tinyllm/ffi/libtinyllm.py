@@ -52,6 +52,7 @@ __all__ = [
     "AttnPart",
     "FreeFn",
     "Function",
+    "KvBlock",
     "KvConfig",
     "KvStats",
     "KvView",
@@ -59,6 +60,8 @@ __all__ = [
     "PagedAttnArgs",
     "RangeFn",
     "TlError",
+    "Trace",
+    "TraceEvent",
     "block_view",
     "f32_ptr",
     "i32_ptr",
@@ -121,6 +124,9 @@ TL_NUMERICS_VERSION: Final = 1
 TL_ATTN_TILE: Final = 16
 TL_ATTN_SPLIT: Final = 1024
 TL_ATTN_WAVE_SPLITS: Final = 4
+TL_TRACE_ROWS: Final = 0
+TL_TRACE_SHARED: Final = 1
+TL_TRACE_MERGE: Final = 2
 
 # --- types --------------------------------------------------------------------------------------------------
 
@@ -177,6 +183,12 @@ class KvStats(Structure):
     _fields_ = [("free", c_uint32), ("used", c_uint32), ("cached", c_uint32), ("evictions", c_uint32)]
 
 
+class KvBlock(Structure):
+    """``tl_kv_block``"""
+
+    _fields_ = [("hash", c_uint64), ("refs", c_uint32), ("fill", c_uint32)]
+
+
 class KvView(Structure):
     """``tl_kv_view``"""
 
@@ -197,6 +209,29 @@ class KvView(Structure):
         ("v_head_stride", c_int64),
         ("v_token_stride", c_int64),
     ]
+
+
+class TraceEvent(Structure):
+    """``tl_trace_event``"""
+
+    _fields_ = [
+        ("worker", c_int32),
+        ("what", c_int32),
+        ("seq", c_int64),
+        ("kv_head", c_int64),
+        ("first_token", c_int64),
+        ("n_tokens", c_int64),
+        ("first_split", c_int64),
+        ("n_splits", c_int64),
+        ("begin_ns", c_int64),
+        ("end_ns", c_int64),
+    ]
+
+
+class Trace(Structure):
+    """``tl_trace``"""
+
+    _fields_ = [("events", POINTER(TraceEvent)), ("capacity", c_int64), ("n", c_int64)]
 
 
 class PagedAttnArgs(Structure):
@@ -226,6 +261,7 @@ class PagedAttnArgs(Structure):
         ("tp", c_void_p),
         ("workspace", c_void_p),
         ("workspace_bytes", c_size_t),
+        ("trace", POINTER(Trace)),
     ]
 
 
@@ -244,7 +280,10 @@ STRUCTS: Final[dict[str, type[Structure]]] = {
     "tl_arena_stats": ArenaStats,
     "tl_kv_cfg": KvConfig,
     "tl_kv_stats": KvStats,
+    "tl_kv_block": KvBlock,
     "tl_kv_view": KvView,
+    "tl_trace_event": TraceEvent,
+    "tl_trace": Trace,
     "tl_paged_attn_args": PagedAttnArgs,
     "tl_attn_part": AttnPart,
 }
@@ -258,6 +297,7 @@ _handle_out = POINTER(c_void_p)
 PROTOTYPES: Final[tuple[tuple[str, Any, tuple[Any, ...]], ...]] = (
     # tinyllm/abi.h
     ("tl_abi_version", c_uint32, ()),
+    ("tl_version", c_char_p, ()),
     ("tl_status_str", c_char_p, (c_int32,)),
     ("tl_last_error", c_char_p, ()),
     ("tl_set_last_error", None, (c_char_p,)),
@@ -266,6 +306,7 @@ PROTOTYPES: Final[tuple[tuple[str, Any, tuple[Any, ...]], ...]] = (
     ("tl_free", None, (c_void_p,)),
     # tinyllm/isa.h
     ("tl_isa_name", c_char_p, ()),
+    ("tl_isa_names", c_char_p, ()),
     ("tl_numerics_version", c_uint32, ()),
     # tinyllm/arena.h
     ("tl_arena_create", STATUS, (c_size_t, _handle_out)),
@@ -299,6 +340,7 @@ PROTOTYPES: Final[tuple[tuple[str, Any, tuple[Any, ...]], ...]] = (
     ("tl_kv_export", STATUS, (c_void_p, _u32, c_uint32, c_void_p, c_size_t, POINTER(c_size_t))),
     ("tl_kv_import", STATUS, (c_void_p, c_void_p, c_size_t, _u32)),
     ("tl_kv_stats_get", None, (c_void_p, POINTER(KvStats))),
+    ("tl_kv_blocks_get", STATUS, (c_void_p, c_uint32, c_uint32, POINTER(KvBlock))),
     ("tl_crc32c", c_uint32, (c_void_p, c_size_t, c_uint32)),
     (
         "tl_kv_append_f32",
@@ -334,6 +376,8 @@ PROTOTYPES: Final[tuple[tuple[str, Any, tuple[Any, ...]], ...]] = (
     # tinyllm/softmax.h
     ("tl_softmax_f32", STATUS, (_f32, _f32, c_int64, c_int64)),
     ("tl_softmax_online_f32", STATUS, (_f32, _f32, c_int64, c_int64)),
+    # tinyllm/observe.h
+    ("tl_memory_read", c_uint64, (c_void_p, c_size_t)),
     # tinyllm/attention.h
     (
         "tl_flash_attn_fwd_f32",
