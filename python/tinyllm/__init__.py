@@ -4,14 +4,13 @@
 The library is loaded when something first needs it, not by the import.
 """
 
+from tinyllm._version import __version__
 from tinyllm.attention import flash_attention, paged_attention, paged_attention_decode
 from tinyllm.errors import AbiMismatch, ClosedError, OutOfBlocks, TlError
 from tinyllm.infer.paged import PagedKVCache
 from tinyllm.kv_view import KVView
 from tinyllm.modern.window import windowed_attention
 from tinyllm.threads import ThreadPool
-
-__version__ = "0.1.0"
 
 __all__ = [
     "AbiMismatch",
