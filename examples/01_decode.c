@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* decode.c: one decode step over a paged cache, start to end: cc decode.c -ltinyllm */
+/* 01_decode.c: one decode step over a paged cache, start to end.
+ * cc 01_decode.c -ltinyllm && ./a.out */
 #include <stdio.h>
 #include <tinyllm.h>
 

@@ -1,0 +1,99 @@
+/* SPDX-License-Identifier: MIT */
+/* 04_merge_across_processes.c: one long sequence, its K and V in two processes; their states are merged to the bits of one call.
+ * cc 04_merge_across_processes.c -ltinyllm && ./a.out */
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <tinyllm.h>
+#include <unistd.h>
+
+enum { LENGTH = 3000, SLOTS = 16, BLOCKS = (LENGTH + SLOTS - 1) / SLOTS, HEADS = 2, WIDTH = 32, SPLITS = 3 };
+enum { STATE = 2 + WIDTH }; /* floats: the largest score, the sum of exponentials, the weighted values */
+
+typedef struct {
+    float k[BLOCKS][SLOTS][WIDTH], v[BLOCKS][SLOTS][WIDTH]; /* one KV head */
+} memory;
+
+static void check(tl_status status)
+{
+    if (status != TL_OK) {
+        fprintf(stderr, "%s: %s\n", tl_status_str(status), tl_last_error());
+        exit(1);
+    }
+}
+
+static float value(uint32_t i) /* something in [-0.5, 0.5) that every process can make again */
+{
+    return (float)(i * 2654435761u >> 8) * 0x1p-24f - 0.5f;
+}
+
+/* K and V of the positions from `first` up to `last`; the others stay as they are. */
+static void store(memory *m, int first, int last)
+{
+    for (int j = first; j < last; j++) {
+        for (int d = 0; d < WIDTH; d++) {
+            m->k[j / SLOTS][j % SLOTS][d] = 8 * value((uint32_t)(2 * j * WIDTH + d));
+            m->v[j / SLOTS][j % SLOTS][d] = value((uint32_t)((2 * j + 1) * WIDTH + d));
+        }
+    }
+}
+
+static void view_of(const memory *m, tl_kv_view *view)
+{
+    *view = (tl_kv_view){.k = m->k, .v = m->v, .dtype = TL_F32, .n_blocks = BLOCKS, .block_tokens = SLOTS, .n_kv_heads = 1,
+                         .head_dim_k = WIDTH, .head_dim_v = WIDTH};
+    view->k_block_stride = view->v_block_stride = SLOTS * WIDTH;
+    view->k_head_stride = view->v_head_stride = SLOTS * WIDTH;
+    view->k_token_stride = view->v_token_stride = WIDTH;
+}
+
+int main(void)
+{
+    static memory here; /* after the fork each process has its own */
+    static float q[HEADS][WIDTH], merged[HEADS][WIDTH], whole[HEADS][WIDTH];
+    const int32_t length = LENGTH;
+    uint32_t table[BLOCKS];
+    tl_kv_view view;
+    float *states = mmap(NULL, sizeof(float[SPLITS][HEADS][STATE]), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (states == MAP_FAILED)
+        return 1;
+    float *first = states, *rest = states + HEADS * STATE; /* [HEADS, 1, STATE] and [HEADS, 2, STATE] */
+
+    for (uint32_t i = 0; i < BLOCKS; i++)
+        table[i] = i;
+    for (uint32_t d = 0; d < HEADS * WIDTH; d++)
+        q[0][d] = value(UINT32_MAX - d);
+    view_of(&here, &view);
+    tl_paged_attn_args args = {.size = sizeof args, .view = &view, .q = q[0], .out = whole[0], .B = 1, .H = HEADS, .scale = 0.25f};
+    args.q_token_stride = args.out_token_stride = HEADS * WIDTH;
+    args.q_head_stride = args.out_head_stride = WIDTH;
+    args.ctx_lens = &length;
+    args.block_tables = table;
+    args.table_stride = BLOCKS;
+
+    pid_t child = fork();
+    if (child == 0) { /* holds positions 1024 to 2999: splits 1 and 2 */
+        store(&here, TL_ATTN_SPLIT, LENGTH);
+        check(tl_paged_attn_states_f32(&args, 1, 2, rest));
+        _exit(0);
+    }
+    store(&here, 0, TL_ATTN_SPLIT); /* the parent holds split 0 */
+    check(tl_paged_attn_states_f32(&args, 0, 1, first));
+    int status;
+    if (waitpid(child, &status, 0) != child || status != 0)
+        return 1;
+    const tl_attn_part parts[] = {{first, 0, 1}, {rest, 1, 2}};
+    check(tl_attn_merge_f32(parts, 2, HEADS, HEADS, WIDTH, NULL, merged[0], NULL, NULL));
+
+    /* The same in one call, by a process that holds everything. */
+    store(&here, TL_ATTN_SPLIT, LENGTH);
+    check(tl_paged_attn_f32(&args));
+    int equal = memcmp(merged, whole, sizeof whole) == 0;
+    printf("two processes: %+.6f %+.6f ...\n", (double)merged[0][0], (double)merged[0][1]);
+    printf("one call:      %+.6f %+.6f ...\n", (double)whole[0][0], (double)whole[0][1]);
+    printf("%d of %d values have the same bits\n", equal ? HEADS * WIDTH : 0, HEADS * WIDTH);
+    return equal ? 0 : 1;
+}
