@@ -178,17 +178,9 @@ def test_c_of_a_page_compiles_and_runs_or_stands_in_an_example(page: Path, tmp_p
 def compile_c(text: str, program: Path) -> Path:
     source = program.with_suffix(".c")
     source.write_text(text)
-    command = [
-        os.environ.get("CC", "cc"),
-        "-Wall",
-        "-Wextra",
-        "-pedantic",
-        "-Werror",
-        "-I",
-        ROOT / "c/include",
-    ]
-    command += ["-o", program, source, BUILD / "libtinyllm.a", "-lm", "-pthread"]
-    subprocess.run(command, check=True)
+    strict = ["-Wall", "-Wextra", "-pedantic", "-Werror", f"-I{ROOT / 'c/include'}"]
+    linked = [str(BUILD / "libtinyllm.a"), "-lm", "-pthread", "-o", str(program)]
+    subprocess.run([os.environ.get("CC", "cc"), *strict, str(source), *linked], check=True)
     return program
 
 
