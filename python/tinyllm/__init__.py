@@ -5,7 +5,13 @@ The library is loaded when something first needs it, not by the import.
 """
 
 from tinyllm._version import __version__
-from tinyllm.attention import flash_attention, paged_attention, paged_attention_decode
+from tinyllm.attention import (
+    flash_attention,
+    merge_states,
+    paged_attention,
+    paged_attention_decode,
+    paged_attention_states,
+)
 from tinyllm.errors import AbiMismatch, ClosedError, OutOfBlocks, TlError
 from tinyllm.infer.paged import PagedKVCache
 from tinyllm.kv_view import KVView
@@ -22,7 +28,9 @@ __all__ = [
     "TlError",
     "__version__",
     "flash_attention",
+    "merge_states",
     "paged_attention",
     "paged_attention_decode",
+    "paged_attention_states",
     "windowed_attention",
 ]

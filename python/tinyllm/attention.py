@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""paged_attention, paged_attention_decode and flash_attention; mirror ``tinyllm/attention.h``.
+"""paged_attention and its states, paged_attention_decode, flash_attention; mirror ``tinyllm/attention.h``.
 
 A row of a result has the same bits in any batch, on any number of threads, on every instruction set, in any
 blocks, by each of the functions.
@@ -7,45 +7,29 @@ blocks, by each of the functions.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Sequence
 from typing import Any, Literal, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tinyllm._check import (
-    F32,
-    INT64_MAX,
-    UINT32_MAX,
-    Tensor,
-    array,
-    as_array,
-    int32s,
-    integer,
-    packed,
-    shape,
-)
-from tinyllm.errors import TlError
-from tinyllm.ffi.libtinyllm import (
-    PAGED_ATTN_ARGS_BYTES,
-    TL_ATTN_SPLIT,
-    TL_EINVAL,
-    TL_ESHAPE,
-    Lib,
-    PagedAttnArgs,
-    f32_ptr,
-    i32_ptr,
-    load,
-    u32_ptr,
-)
+from tinyllm._check import F32, INT64_MAX, Tensor, array, as_array, integer, packed, shape
+from tinyllm._paged_call import PagedCall, Refusals, per_head, scale_of, window_of
+from tinyllm.ffi.libtinyllm import AttnPart, f32_ptr, load
 from tinyllm.infer.paged import PagedKVCache
 from tinyllm.kv_view import KVView, whole_rows
+from tinyllm.observe.calls import OBSERVERS
 from tinyllm.threads import ThreadPool, handle_of
 
-__all__ = ["flash_attention", "paged_attention", "paged_attention_decode"]
+__all__ = [
+    "flash_attention",
+    "merge_states",
+    "paged_attention",
+    "paged_attention_decode",
+    "paged_attention_states",
+]
 
-_MOST_WORKSPACE = 1 << 26  # bytes: rows that need more are enough to keep every thread busy one by one
+_STATES = "[total_q,H,n_splits,2+Dv]"
 
 
 def paged_attention_decode(
@@ -89,14 +73,21 @@ def paged_attention_decode(
         if len(seq_ids) != n_batch:
             raise ValueError(f"{fn}: q has {n_batch} rows for {len(seq_ids)} sequences")
         layer = cache._layer(fn, layer)
-        window = _window(fn, window)
-        factor = _scale(fn, scale, width)
+        window = window_of(fn, window)
+        factor = scale_of(fn, scale, width)
         q = packed(q)
-        out = np.empty(q.shape, np.float32) if out is None else _output(fn, out, q)
+        out = np.empty(q.shape, np.float32) if out is None else _output(fn, out, q.shape, "[B,H,D]")
+        if np.may_share_memory(q, out):
+            raise ValueError(f"{fn}: out overlaps q")
         workers = handle_of(fn, threads, lib)
         if n_batch == 0:
             return out
         batch = cache._borrow(fn, seq_ids, layer, window)
+        if OBSERVERS.get():  # they watch the other call, which gives the same bits
+            view, tables, lengths = cache.view(layer), batch.table[:n_batch], batch.lengths[:n_batch]
+            call = PagedCall(fn, q, view, tables, lengths, None, factor, window, 0, None, threads)
+            call.attend(out, None, None)
+            return out
         with workers as tp:
             lib.tl_paged_attn_decode_f32(
                 f32_ptr(q), kv, layer, batch.table_ptr, batch.width, batch.lengths_ptr, f32_ptr(out),
@@ -185,44 +176,123 @@ def paged_attention(
     ``out`` that overlaps something; ClosedError; TlError (``TL_EUNSUPPORTED``). ``out`` is then untouched.
     """
     fn = "paged_attention"
-    if not isinstance(kv, KVView):
-        raise TypeError(f"{fn}: kv must be a KVView, not {type(kv).__name__}")
-    dim_k, dim_v = kv.head_dims
-    rows = whole_rows(array(fn, "q", as_array(fn, "q", q), F32, ndim=3))
-    n_rows, n_heads, width = rows.shape
-    if width != dim_k:
-        raise ValueError(f"{fn}: q has shape {rows.shape}, expected [total_q,H,Dk] with Dk = {dim_k}")
-    lengths = int32s(fn, "ctx_lens", ctx_lens)
-    n_batch = len(lengths)
-    starts = _starts(fn, cu_seqlens_q, n_batch, n_rows)
-    tables = _tables(fn, block_tables, n_batch)
-    sinks = _per_head(fn, "sink_logits", sink_logits, n_heads)
-    slopes = _per_head(fn, "alibi_slopes", alibi_slopes, n_heads)
-    target = np.empty((n_rows, n_heads, dim_v), np.float32)
-    if out is not None:
-        target = _target(fn, out, target.shape)
+    call = PagedCall(
+        fn, q, kv, block_tables, ctx_lens, cu_seqlens_q, scale, window, softcap, alibi_slopes, threads
+    )
+    n_rows, n_heads, _ = call.q.shape
+    sinks = per_head(fn, "sink_logits", sink_logits, n_heads)
+    wanted = (n_rows, n_heads, kv.head_dims[1])
+    target = np.empty(wanted, np.float32) if out is None else _target(fn, out, wanted)
     lse = np.empty((n_rows, n_heads), np.float32) if return_lse else None
-    lib = kv._library()
-    q_token, q_head, _ = rows.strides
-    out_token, out_head, _ = target.strides
-    args = PagedAttnArgs(
-        PAGED_ATTN_ARGS_BYTES, kv._pointer, f32_ptr(rows), f32_ptr(target), f32_ptr(lse),
-        q_token // 4, q_head // 4, out_token // 4, out_head // 4, n_batch, n_heads,
-        i32_ptr(starts), i32_ptr(lengths), u32_ptr(tables), tables.shape[1], _window(fn, window),
-        f32_ptr(slopes), f32_ptr(sinks), _scale(fn, scale, width), _softcap(fn, softcap),
-    )  # fmt: skip
-    with kv._owner, handle_of(fn, threads, lib) as args.tp:
-        room = _workspace(lib, args, lengths) if args.tp else None
-        if room is not None:
-            args.workspace, args.workspace_bytes = room.ctypes.data, room.nbytes
-        try:
-            lib.tl_paged_attn_f32(args)
-        except TlError as error:
-            if error.status in (TL_EINVAL, TL_ESHAPE):
-                raise ValueError(f"{fn}: {error.message}") from error
-            raise
+    call.attend(target, lse, sinks)
     result = target if out is None else out
     return result if lse is None else (result, lse)
+
+
+def paged_attention_states(
+    q: Tensor,
+    kv: KVView,
+    block_tables: Any,
+    ctx_lens: Any,
+    first_split: int,
+    n_splits: int,
+    *,
+    cu_seqlens_q: Any = None,
+    scale: float | None = None,
+    window: int | None = 0,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    threads: int | ThreadPool | None = None,
+    out: NDArray[np.float32] | None = None,
+) -> NDArray[np.float32]:
+    """What splits first_split .. first_split + n_splits - 1 leave of each row, for ``merge_states``:
+    out [total_q,H,n_splits,2+Dv].
+
+    A split is 1024 positions from a multiple of 1024 on. Its state is m, the largest score; L, the sum of
+    exp(s - m); and the values weighted by exp(s - m), unnormalised. Where a row sees nothing of a split, m is
+    -inf and the rest zeros.
+    Only K and V of those splits are read, and only table entries that hold their visible positions looked at:
+    who holds a part of a context can work on that part.
+
+    q, kv, block_tables, ctx_lens, cu_seqlens_q, scale, window, softcap, alibi_slopes, threads: as for
+    ``paged_attention``.
+    out: C-contiguous float32 [total_q,H,n_splits,2+Dv] that overlaps no other argument, written and returned;
+    None makes a new one.
+
+    Raises: as ``paged_attention``; ValueError also for first_split below 0, n_splits below 1 or splits past
+    what an int64 counts; MemoryError. ``out`` is then untouched.
+    """
+    fn = "paged_attention_states"
+    call = PagedCall(
+        fn, q, kv, block_tables, ctx_lens, cu_seqlens_q, scale, window, softcap, alibi_slopes, threads
+    )
+    first_split = integer(fn, "first_split", first_split, 0, INT64_MAX)
+    n_splits = integer(fn, "n_splits", n_splits, 1, INT64_MAX - first_split)
+    n_rows, n_heads, _ = call.q.shape
+    wanted = (n_rows, n_heads, n_splits, 2 + kv.head_dims[1])
+    out = np.empty(wanted, np.float32) if out is None else _output(fn, out, wanted, _STATES)
+    call.states(first_split, n_splits, out)
+    return out
+
+
+@overload
+def merge_states(
+    parts: Sequence[tuple[NDArray[np.float32], int]],
+    *,
+    sink_logits: Tensor | None = None,
+    return_lse: Literal[False] = False,
+    threads: int | ThreadPool | None = None,
+) -> NDArray[np.float32]: ...
+
+
+@overload
+def merge_states(
+    parts: Sequence[tuple[NDArray[np.float32], int]],
+    *,
+    sink_logits: Tensor | None = None,
+    return_lse: Literal[True],
+    threads: int | ThreadPool | None = None,
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]: ...
+
+
+def merge_states(
+    parts: Sequence[tuple[NDArray[np.float32], int]],
+    *,
+    sink_logits: Tensor | None = None,
+    return_lse: bool = False,
+    threads: int | ThreadPool | None = None,
+) -> NDArray[np.float32] | tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Finishes rows from the states of their splits: out [total_q,H,Dv], with ``return_lse`` also lse
+    [total_q,H]; bit for bit what one call of ``paged_attention`` gives, however the splits were divided.
+
+    parts: (states, first_split) in rising order, float32 [total_q,H,n_splits,2+Dv] as
+    ``paged_attention_states`` gives them, copied only where they are not C-contiguous. Together they hold
+    split 0 up to some last one, each once; splits behind the last that any row sees may be missing.
+    sink_logits, threads: as for ``paged_attention``.
+
+    Raises: TypeError for a wrong type or dtype; ValueError for no parts, shapes that disagree, parts that
+    overlap, leave a gap, are out of order or do not begin at split 0; ClosedError; TlError.
+    """
+    fn = "merge_states"
+    held = [_part(fn, i, part) for i, part in enumerate(parts)]
+    if not held:
+        raise ValueError(f"{fn}: parts is empty; the part that holds split 0 is needed at least")
+    n_rows, n_heads, _, width = held[0][0].shape
+    if width < 3:
+        raise ValueError(f"{fn}: parts[0][0] has shape {held[0][0].shape}, expected {_STATES}")
+    for i, (states, _) in enumerate(held):
+        shape(fn, f"parts[{i}][0]", states, (n_rows, n_heads, states.shape[2], width), _STATES)
+    sinks = per_head(fn, "sink_logits", sink_logits, n_heads)
+    out = np.empty((n_rows, n_heads, width - 2), np.float32)
+    lse = np.empty((n_rows, n_heads), np.float32) if return_lse else None
+    table = (AttnPart * len(held))(*[AttnPart(f32_ptr(a), first, a.shape[2]) for a, first in held])
+    lib = threads._lib if isinstance(threads, ThreadPool) else load()
+    with handle_of(fn, threads, lib) as tp, Refusals(fn):
+        lib.tl_attn_merge_f32(
+            table, len(held), n_rows * n_heads, n_heads, width - 2,
+            f32_ptr(sinks), f32_ptr(out), f32_ptr(lse), tp,
+        )  # fmt: skip
+    return out if lse is None else (out, lse)
 
 
 @overload
@@ -296,8 +366,8 @@ def flash_attention(
         shape(fn, "sink_logits", sink_logits, (n_heads,), "[H]")
         sink_logits = packed(sink_logits)
     q_offset = integer(fn, "q_offset", q_offset, 0, INT64_MAX - n_rows)
-    window = _window(fn, window)
-    factor = _scale(fn, scale, width)
+    window = window_of(fn, window)
+    factor = scale_of(fn, scale, width)
     q, k, v = packed(q), packed(k), packed(v)
     out = np.empty(q.shape, np.float32)
     lse = np.empty(q.shape[:3], np.float32) if return_lse else None
@@ -311,101 +381,16 @@ def flash_attention(
     return out if lse is None else (out, lse)
 
 
-def _window(fn: str, window: Any) -> int:
-    return 0 if window is None else integer(fn, "window", window, -INT64_MAX - 1, INT64_MAX)
-
-
-def _scale(fn: str, scale: Any, width: int) -> float:
-    if scale is None:
-        return float(width**-0.5) if width else 1.0
-    if not _is_number(scale):
-        raise TypeError(f"{fn}: scale must be a number or None, not {scale!r}")
-    return float(scale)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-
-
-def _output(fn: str, out: Any, q: NDArray[np.float32]) -> NDArray[np.float32]:
-    array(fn, "out", out, F32, ndim=3)
-    shape(fn, "out", out, q.shape, "[B,H,D]")
+def _output(fn: str, out: Any, wanted: tuple[int, ...], axes: str) -> NDArray[np.float32]:
+    """``out`` itself, which C can write from end to end."""
+    array(fn, "out", out, F32, ndim=len(wanted))
+    shape(fn, "out", out, wanted, axes)
     flags = out.flags
     if not (flags.c_contiguous and flags.aligned and flags.writeable):
         raise ValueError(
             f"{fn}: out must be C-contiguous, aligned and writable; its strides are {out.strides}"
         )
-    if np.may_share_memory(q, out):
-        raise ValueError(f"{fn}: out overlaps q")
     return out  # type: ignore[no-any-return]
-
-
-def _softcap(fn: str, softcap: Any) -> float:
-    if type(softcap) in (int, float) and softcap == 0:
-        return 0.0
-    if not _is_number(softcap):
-        raise TypeError(f"{fn}: softcap must be a number, not {softcap!r}")
-    with np.errstate(over="ignore"):
-        cap = float(np.float32(softcap))
-    if not 0 <= cap < math.inf or (cap == 0 and softcap != 0):
-        raise ValueError(f"{fn}: softcap must be 0 or a positive float32, not {softcap!r}")
-    return cap
-
-
-def _workspace(lib: Lib, args: PagedAttnArgs, lengths: NDArray[np.int32]) -> NDArray[np.uint8] | None:
-    """Memory in which several threads can share a long sequence, where that is worth having."""
-    if lengths.max(initial=0) <= TL_ATTN_SPLIT:
-        return None
-    size = int(lib.tl_paged_attn_workspace(args))
-    return np.empty(size, np.uint8) if 0 < size <= _MOST_WORKSPACE else None
-
-
-def _starts(fn: str, cu_seqlens_q: Any, n_batch: int, n_rows: int) -> NDArray[np.int32] | None:
-    """Where the rows of each sequence begin, and the number of all; None for one each."""
-    if cu_seqlens_q is None:
-        if n_rows != n_batch:
-            raise ValueError(f"{fn}: q has {n_rows} rows for {n_batch} sequences")
-        return None
-    starts = int32s(fn, "cu_seqlens_q", cu_seqlens_q)
-    shape(fn, "cu_seqlens_q", starts, (n_batch + 1,), "[B+1]")
-    if starts[-1] != n_rows:
-        raise ValueError(f"{fn}: cu_seqlens_q[{n_batch}] = {starts[-1]}, q has {n_rows} rows")
-    return starts
-
-
-def _tables(fn: str, tables: Any, n_batch: int) -> NDArray[np.uint32]:
-    """The tables as uint32 [B, n >= 1]; what they do not have, or is negative, names no block."""
-    if isinstance(tables, (list, tuple)):
-        rows = [_block_ids(fn, f"block_tables[{s}]", np.asarray(row), 1) for s, row in enumerate(tables)]
-        padded = np.full((len(rows), max([1, *map(len, rows)])), UINT32_MAX, np.uint32)
-        for line, row in zip(padded, rows, strict=True):
-            line[: len(row)] = row
-        ids = padded
-    else:
-        ids = packed(_block_ids(fn, "block_tables", as_array(fn, "block_tables", tables), 2))
-    if len(ids) != n_batch:
-        raise ValueError(f"{fn}: block_tables has {len(ids)} tables for {n_batch} sequences")
-    return ids if ids.shape[1] else np.full((n_batch, 1), UINT32_MAX, np.uint32)
-
-
-def _block_ids(fn: str, name: str, ids: NDArray[Any], ndim: int) -> NDArray[np.uint32]:
-    if ids.ndim != ndim:
-        raise ValueError(f"{fn}: {name} must have {ndim} axes, its shape is {ids.shape}")
-    if ids.dtype.kind not in "iu" and ids.size:
-        raise TypeError(f"{fn}: {name} must be integers, not {ids.dtype.name}")
-    if ids.dtype.isnative and ids.dtype.itemsize == 4 and ids.size:
-        return ids.view(np.uint32)  # of int32 a negative entry is beyond any number of blocks
-    if ids.size and ids.max() > UINT32_MAX:
-        raise ValueError(f"{fn}: {name} has an entry {ids.max()}, which no uint32 holds")
-    return np.where(ids < 0, UINT32_MAX, ids).astype(np.uint32)
-
-
-def _per_head(fn: str, name: str, values: Any, n_heads: int) -> NDArray[np.float32] | None:
-    if values is None:
-        return None
-    a = array(fn, name, as_array(fn, name, values), F32, ndim=1)
-    shape(fn, name, a, (n_heads,), "[H]")
-    return packed(a)
 
 
 def _target(fn: str, out: Any, wanted: tuple[int, ...]) -> NDArray[np.float32]:
@@ -417,3 +402,12 @@ def _target(fn: str, out: Any, wanted: tuple[int, ...]) -> NDArray[np.float32]:
             f"{fn}: out must be aligned and writable, its last axis contiguous; its strides are {a.strides}"
         )
     return a
+
+
+def _part(fn: str, i: int, part: Any) -> tuple[NDArray[np.float32], int]:
+    """One of the parts of ``merge_states``: its states, contiguous, and its first split."""
+    if not isinstance(part, (tuple, list)) or len(part) != 2:
+        raise TypeError(f"{fn}: parts[{i}] must be (states, first_split), not {type(part).__name__}")
+    states, first = part
+    array(fn, f"parts[{i}][0]", states, F32, ndim=4)
+    return packed(states), integer(fn, f"parts[{i}][1]", first, 0, INT64_MAX)

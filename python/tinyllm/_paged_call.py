@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: MIT
+"""PagedCall: the checked arguments of one call over a KVView, and the struct that hands them to C."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tinyllm._check import F32, INT64_MAX, UINT32_MAX, Tensor, array, as_array, int32s, integer, packed, shape
+from tinyllm.errors import TlError
+from tinyllm.ffi.libtinyllm import (
+    PAGED_ATTN_ARGS_BYTES,
+    TL_ATTN_SPLIT,
+    TL_EINVAL,
+    TL_ESHAPE,
+    PagedAttnArgs,
+    f32_ptr,
+    i32_ptr,
+    u32_ptr,
+)
+from tinyllm.kv_view import KVView, whole_rows
+from tinyllm.observe.calls import OBSERVERS
+from tinyllm.threads import ThreadPool, handle_of
+
+_MOST_WORKSPACE = 1 << 26  # bytes: rows that need more are enough to keep every thread busy one by one
+
+
+class PagedCall:
+    """What every call over a view is told. Arrays are as the library reads them, and live as long as this.
+
+    q [total_q,H,Dk]; ctx_lens int32 [B]; cu_seqlens_q int32 [B+1], or None for a row each; block_tables
+    uint32 [B,n]; alibi_slopes and, for ``attend``, sink_logits float32 [H] or None; out and lse likewise.
+    """
+
+    __slots__ = (
+        "alibi_slopes", "args", "block_tables", "ctx_lens", "cu_seqlens_q", "fn", "kv", "lib", "lse", "out",
+        "q", "scale", "sink_logits", "softcap", "threads", "window",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        fn: str,
+        q: Tensor,
+        kv: KVView,
+        block_tables: Any,
+        ctx_lens: Any,
+        cu_seqlens_q: Any,
+        scale: float | None,
+        window: int | None,
+        softcap: float,
+        alibi_slopes: Tensor | None,
+        threads: int | ThreadPool | None,
+    ) -> None:
+        """Raises what ``paged_attention`` says of these arguments; the tables' entries are not looked at."""
+        if not isinstance(kv, KVView):
+            raise TypeError(f"{fn}: kv must be a KVView, not {type(kv).__name__}")
+        self.fn, self.kv, self.threads, self.lib = fn, kv, threads, kv._library()
+        self.q = q = whole_rows(array(fn, "q", as_array(fn, "q", q), F32, ndim=3))
+        n_rows, n_heads, width = q.shape
+        dim_k = kv.head_dims[0]
+        if width != dim_k:
+            raise ValueError(f"{fn}: q has shape {q.shape}, expected [total_q,H,Dk] with Dk = {dim_k}")
+        self.ctx_lens = int32s(fn, "ctx_lens", ctx_lens)
+        n_batch = len(self.ctx_lens)
+        self.cu_seqlens_q = _starts(fn, cu_seqlens_q, n_batch, n_rows)
+        self.block_tables = _tables(fn, block_tables, n_batch)
+        self.alibi_slopes = per_head(fn, "alibi_slopes", alibi_slopes, n_heads)
+        self.window = window_of(fn, window)
+        self.scale = scale_of(fn, scale, width)
+        self.softcap = _cap(fn, softcap)
+        self.sink_logits: NDArray[np.float32] | None = None
+        self.out: NDArray[np.float32] | None = None
+        self.lse: NDArray[np.float32] | None = None
+        q_token, q_head, _ = q.strides
+        self.args = PagedAttnArgs(
+            PAGED_ATTN_ARGS_BYTES, kv._pointer, f32_ptr(q), None, None, q_token // 4, q_head // 4, 0, 0,
+            n_batch, n_heads, i32_ptr(self.cu_seqlens_q), i32_ptr(self.ctx_lens),
+            u32_ptr(self.block_tables), self.block_tables.shape[1], self.window, f32_ptr(self.alibi_slopes),
+            None, self.scale, self.softcap,
+        )  # fmt: skip
+
+    def attend(
+        self,
+        out: NDArray[np.float32],
+        lse: NDArray[np.float32] | None,
+        sink_logits: NDArray[np.float32] | None,
+    ) -> None:
+        """Writes ``out`` [total_q,H,Dv], which may have strides, and ``lse`` [total_q,H].
+
+        Raises: ValueError for what the library refuses; ClosedError; TlError.
+        """
+        self.out, self.lse, self.sink_logits = out, lse, sink_logits
+        args, (token, head, _) = self.args, out.strides
+        args.out, args.out_token_stride, args.out_head_stride = f32_ptr(out), token // 4, head // 4
+        args.lse, args.sink_logits = f32_ptr(lse), f32_ptr(sink_logits)
+        observers = OBSERVERS.get()
+        with self.kv._owner, handle_of(self.fn, self.threads, self.lib) as args.tp:
+            room = self._workspace() if args.tp else None
+            if room is not None:
+                args.workspace, args.workspace_bytes = room.ctypes.data, room.nbytes
+            for observer in observers:
+                observer.before(self)
+            with Refusals(self.fn):
+                self.lib.tl_paged_attn_f32(args)
+            for observer in observers:
+                observer.after(self)
+
+    def states(self, first_split: int, n_splits: int, out: NDArray[np.float32]) -> None:
+        """Writes ``out`` [total_q,H,n_splits,2+Dv], contiguous. Raises as ``attend``."""
+        with self.kv._owner, handle_of(self.fn, self.threads, self.lib) as self.args.tp, Refusals(self.fn):
+            self.lib.tl_paged_attn_states_f32(self.args, first_split, n_splits, f32_ptr(out))
+
+    def _workspace(self) -> NDArray[np.uint8] | None:
+        """Memory in which several threads can share a long sequence, where that is worth having."""
+        if self.ctx_lens.max(initial=0) <= TL_ATTN_SPLIT:
+            return None
+        size = int(self.lib.tl_paged_attn_workspace(self.args))
+        return np.empty(size, np.uint8) if 0 < size <= _MOST_WORKSPACE else None
+
+
+class Refusals:
+    """``with Refusals(fn):`` makes a ValueError of what the library refuses in its arguments."""
+
+    __slots__ = ("fn",)
+
+    def __init__(self, fn: str) -> None:
+        self.fn = fn
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, TlError) and error.status in (TL_EINVAL, TL_ESHAPE):
+            raise ValueError(f"{self.fn}: {error.message}") from error
+
+
+def window_of(fn: str, window: Any) -> int:
+    return 0 if window is None else integer(fn, "window", window, -INT64_MAX - 1, INT64_MAX)
+
+
+def scale_of(fn: str, scale: Any, width: int) -> float:
+    if scale is None:
+        return float(width**-0.5) if width else 1.0
+    if not _is_number(scale):
+        raise TypeError(f"{fn}: scale must be a number or None, not {scale!r}")
+    return float(scale)
+
+
+def per_head(fn: str, name: str, values: Any, n_heads: int) -> NDArray[np.float32] | None:
+    if values is None:
+        return None
+    a = array(fn, name, as_array(fn, name, values), F32, ndim=1)
+    shape(fn, name, a, (n_heads,), "[H]")
+    return packed(a)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+
+
+def _cap(fn: str, softcap: Any) -> float:
+    if type(softcap) in (int, float) and softcap == 0:
+        return 0.0
+    if not _is_number(softcap):
+        raise TypeError(f"{fn}: softcap must be a number, not {softcap!r}")
+    with np.errstate(over="ignore"):
+        cap = float(np.float32(softcap))
+    if not 0 <= cap < math.inf or (cap == 0 and softcap != 0):
+        raise ValueError(f"{fn}: softcap must be 0 or a positive float32, not {softcap!r}")
+    return cap
+
+
+def _starts(fn: str, cu_seqlens_q: Any, n_batch: int, n_rows: int) -> NDArray[np.int32] | None:
+    """Where the rows of each sequence begin, and the number of all; None for one each."""
+    if cu_seqlens_q is None:
+        if n_rows != n_batch:
+            raise ValueError(f"{fn}: q has {n_rows} rows for {n_batch} sequences")
+        return None
+    starts = int32s(fn, "cu_seqlens_q", cu_seqlens_q)
+    shape(fn, "cu_seqlens_q", starts, (n_batch + 1,), "[B+1]")
+    if starts[-1] != n_rows:
+        raise ValueError(f"{fn}: cu_seqlens_q[{n_batch}] = {starts[-1]}, q has {n_rows} rows")
+    return starts
+
+
+def _tables(fn: str, tables: Any, n_batch: int) -> NDArray[np.uint32]:
+    """The tables as uint32 [B, n >= 1]; what they do not have, or is negative, names no block."""
+    if isinstance(tables, (list, tuple)):
+        rows = [_block_ids(fn, f"block_tables[{s}]", np.asarray(row), 1) for s, row in enumerate(tables)]
+        padded = np.full((len(rows), max([1, *map(len, rows)])), UINT32_MAX, np.uint32)
+        for line, row in zip(padded, rows, strict=True):
+            line[: len(row)] = row
+        ids = padded
+    else:
+        ids = packed(_block_ids(fn, "block_tables", as_array(fn, "block_tables", tables), 2))
+    if len(ids) != n_batch:
+        raise ValueError(f"{fn}: block_tables has {len(ids)} tables for {n_batch} sequences")
+    return ids if ids.shape[1] else np.full((n_batch, 1), UINT32_MAX, np.uint32)
+
+
+def _block_ids(fn: str, name: str, ids: NDArray[Any], ndim: int) -> NDArray[np.uint32]:
+    if ids.ndim != ndim:
+        raise ValueError(f"{fn}: {name} must have {ndim} axes, its shape is {ids.shape}")
+    if ids.dtype.kind not in "iu" and ids.size:
+        raise TypeError(f"{fn}: {name} must be integers, not {ids.dtype.name}")
+    if ids.dtype.isnative and ids.dtype.itemsize == 4 and ids.size:
+        return ids.view(np.uint32)  # of int32 a negative entry is beyond any number of blocks
+    if ids.size and ids.max() > UINT32_MAX:
+        raise ValueError(f"{fn}: {name} has an entry {ids.max()}, which no uint32 holds")
+    return np.where(ids < 0, UINT32_MAX, ids).astype(np.uint32)
