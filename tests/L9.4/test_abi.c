@@ -42,6 +42,7 @@ TEST(dtypes_have_their_values)
 TEST(version_is_1)
 {
     CHECK(tl_abi_version() == 1, "version %u", tl_abi_version());
+    CHECK(strcmp(tl_version(), TL_VERSION) == 0, "release %s, the header says %s", tl_version(), TL_VERSION);
     CHECK(TL_ABI_VERSION == 1 && TL_LAST_ERROR_CAP == 256, "%d, %d", TL_ABI_VERSION, TL_LAST_ERROR_CAP);
 }
 

@@ -254,14 +254,50 @@ TEST(null_is_refused_and_named)
     say("tl_kv_pool_cfg", "pool is NULL");
     tl_kv_pool_cfg(kv, NULL);
     say("tl_kv_pool_cfg", "out is NULL");
+    tl_kv_block block = {5, 6, 7};
+    CHECK_STATUS(tl_kv_blocks_get(NULL, 0, 1, &block), TL_EINVAL);
+    say("tl_kv_blocks_get", "pool is NULL");
+    CHECK_STATUS(tl_kv_blocks_get(kv, 0, 1, NULL), TL_EINVAL);
+    say("tl_kv_blocks_get", "out is NULL");
     tl_kv_stats_get(NULL, &stats);
     say("tl_kv_stats_get", "pool is NULL");
     tl_kv_stats_get(kv, NULL);
     say("tl_kv_stats_get", "out is NULL");
     CHECK(tl_kv_block_hash(5, NULL, 3) == 0, "hash");
     say("tl_kv_block_hash", "3");
-    CHECK(id == 77 && stats.free == 1 && stats.evictions == 4 && cfg.head_dim == 5, "an output was written");
+    CHECK(id == 77 && block.hash == 5 && block.fill == 7 && stats.free == 1 && stats.evictions == 4 && cfg.head_dim == 5, "an output was written");
     CHECK_STATS(kv, 4, 0, 0, 0);
+    tl_kv_pool_destroy(kv);
+}
+
+TEST(a_look_at_blocks_tells_free_used_and_cached_apart)
+{
+    tl_kv_pool *kv = kv_new(6, 4, 1, 1, 4);
+    const uint32_t named = kv_named(kv, 99), used = kv_one(kv), freed = kv_one(kv), cached = kv_named(kv, 7);
+    tl_kv_block got[7];
+    tl_kv_ref(kv, used);
+    CHECK_STATUS(tl_kv_set_fill(kv, used, 3), TL_OK);
+    CHECK_STATUS(tl_kv_unref(kv, freed), TL_OK);
+    CHECK_STATUS(tl_kv_unref(kv, cached), TL_OK);
+    memset(got, 0x77, sizeof got);
+    CHECK_STATUS(tl_kv_blocks_get(kv, 0, 6, got), TL_OK);
+    for (uint32_t id = 0; id < 6; id++) { /* blocks 4 and 5 were never handed out */
+        const uint64_t hash = id == named ? 99 : id == cached ? 7 : 0;
+        const uint32_t refs = id == named ? 1 : id == used ? 2 : 0, fill = id == named || id == cached ? 4 : id == used ? 3 : 0;
+        CHECK(got[id].hash == hash && got[id].refs == refs && got[id].fill == fill, "block %u: hash %llu, refs %u, fill %u", id,
+              (unsigned long long)got[id].hash, got[id].refs, got[id].fill);
+    }
+    CHECK(got[6].refs == 0x77777777, "written past the range");
+    memset(got, 0x77, sizeof got);
+    CHECK_STATUS(tl_kv_blocks_get(kv, used, 1, got), TL_OK);
+    CHECK(got[0].fill == 3 && got[1].fill == 0x77777777, "a range of one");
+    CHECK_STATUS(tl_kv_blocks_get(kv, 6, 0, NULL), TL_OK);
+    const uint32_t bad[][2] = {{0, 7}, {6, 1}, {7, 0}, {1, UINT32_MAX}, {UINT32_MAX, 2}};
+    for (int i = 0; i < 5; i++) {
+        got[0].refs = 0x77777777;
+        CHECK_STATUS(tl_kv_blocks_get(kv, bad[i][0], bad[i][1], got), TL_EINVAL);
+        CHECK(strstr(tl_last_error(), "out of range, the pool has 6") && got[0].refs == 0x77777777, "case %d: %s", i, tl_last_error());
+    }
     tl_kv_pool_destroy(kv);
 }
 
