@@ -3,9 +3,11 @@
 CC      ?= cc
 AR      ?= ar
 PYTHON  ?= python3
-ifeq ($(filter help clean,$(MAKECMDGOALS))$(shell command -v $(firstword $(CC)) 2>/dev/null),)
+ifeq ($(filter help clean uninstall,$(MAKECMDGOALS))$(shell command -v $(firstword $(CC)) 2>/dev/null),)
 $(error no C compiler '$(CC)': install one (Debian: apt-get install gcc libc6-dev) or say make CC=/path/to/cc)
 endif
+VERSION := $(shell sed -n 's/^.define TL_VERSION "\(.*\)"$$/\1/p' c/include/tinyllm/abi.h)
+SONAME  := libtinyllm.so.0
 ARCH    := $(shell $(CC) -dumpmachine 2>/dev/null | sed 's/-.*//')
 B       := c/build
 SAN     :=
@@ -42,7 +44,8 @@ all: $(B)/libtinyllm.so $(B)/libtinyllm.a ## build the shared and the static lib
 
 $(B)/libtinyllm.so: $(OBJ)
 	$(call say,LD,$@)
-	@$(CC) $(CFLAGS) -shared -Wl,-soname,libtinyllm.so.0 -Wl,-z,defs -o $@ $^ $(LDLIBS)
+	@$(CC) $(CFLAGS) -shared -Wl,-soname,$(SONAME) -Wl,-z,defs $(LDFLAGS) -o $@ $^ $(LDLIBS)
+	@ln -sf libtinyllm.so $(@D)/$(SONAME)
 
 $(B)/libtinyllm.a: $(OBJ)
 	$(call say,AR,$@)
@@ -51,7 +54,7 @@ $(B)/libtinyllm.a: $(OBJ)
 # Flags live in a stamp, so that changed flags rebuild.
 $(B)/flags: FORCE
 	@mkdir -p $(@D)
-	@echo '$(CC) $(CFLAGS) $(ISAS)' | cmp -s - $@ || echo '$(CC) $(CFLAGS) $(ISAS)' > $@
+	@echo '$(CC) $(CFLAGS) $(LDFLAGS) $(ISAS)' | cmp -s - $@ || echo '$(CC) $(CFLAGS) $(LDFLAGS) $(ISAS)' > $@
 
 $(B)/obj/%.o: c/src/%.c $(B)/flags
 	$(call say,CC,$*.c)
@@ -72,6 +75,43 @@ $(B)/tests/%: tests/L9.4/%.c $(B)/libtinyllm.a $(B)/flags
 	$(call say,CC,$<)
 	@mkdir -p $(@D)
 	@$(CC) $(CFLAGS) -Wno-missing-prototypes -fno-tree-vectorize -Itests/L9.4 -MMD -MP -o $@ $< $(B)/libtinyllm.a $(LDLIBS)
+
+# What is installed is the library as it was built, under its full version, and three files that tell others where it is. Everything goes below
+# DESTDIR; what is written in the files does not know of it.
+PREFIX     ?= /usr/local
+LIBDIR     ?= $(PREFIX)/lib
+INCLUDEDIR ?= $(PREFIX)/include
+DESTDIR    ?=
+HEADERS    := $(patsubst c/include/%,%,$(wildcard c/include/*.h c/include/tinyllm/*.h))
+INSTALLED   = $(addprefix $(INCLUDEDIR)/,$(HEADERS)) $(addprefix $(LIBDIR)/,libtinyllm.so.$(VERSION) $(SONAME) libtinyllm.so libtinyllm.a \
+              pkgconfig/tinyllm.pc cmake/tinyllm/tinyllmConfig.cmake cmake/tinyllm/tinyllmConfigVersion.cmake)
+absolute    = $(if $(filter-out /%,$(PREFIX) $(LIBDIR) $(INCLUDEDIR)),$(error PREFIX, LIBDIR and INCLUDEDIR are absolute paths without \
+              blanks, not '$(PREFIX)' '$(LIBDIR)' '$(INCLUDEDIR)'; DESTDIR may be anything))
+fill_in     = sed -e 's|@VERSION@|$(VERSION)|g; s|@SONAME@|$(SONAME)|g; s|@PREFIX@|$(PREFIX)|g' -e 's|@LIBDIR@|$(1)|g; s|@INCLUDEDIR@|$(2)|g'
+in_prefix   = $(1:$(PREFIX)/%=$${prefix}/%)
+
+.PHONY: install uninstall
+install: all ## library, headers, pkg-config and CMake files; PREFIX=/usr/local LIBDIR= INCLUDEDIR= DESTDIR=
+	$(absolute)
+	@install -d "$(DESTDIR)$(INCLUDEDIR)/tinyllm" "$(DESTDIR)$(LIBDIR)/pkgconfig" "$(DESTDIR)$(LIBDIR)/cmake/tinyllm"
+	@install -m 644 c/include/tinyllm.h "$(DESTDIR)$(INCLUDEDIR)"
+	@install -m 644 c/include/tinyllm/*.h "$(DESTDIR)$(INCLUDEDIR)/tinyllm"
+	@install -m 644 $(B)/libtinyllm.a "$(DESTDIR)$(LIBDIR)"
+	@install -m 755 $(B)/libtinyllm.so "$(DESTDIR)$(LIBDIR)/libtinyllm.so.$(VERSION)"
+	@ln -sf libtinyllm.so.$(VERSION) "$(DESTDIR)$(LIBDIR)/$(SONAME)"
+	@ln -sf $(SONAME) "$(DESTDIR)$(LIBDIR)/libtinyllm.so"
+	@$(call fill_in,$(call in_prefix,$(LIBDIR)),$(call in_prefix,$(INCLUDEDIR))) c/install/tinyllm.pc.in | \
+	    install -m 644 /dev/stdin "$(DESTDIR)$(LIBDIR)/pkgconfig/tinyllm.pc"
+	@for file in tinyllmConfig.cmake tinyllmConfigVersion.cmake; do \
+	    $(call fill_in,$(LIBDIR),$(INCLUDEDIR)) c/install/$$file.in | \
+	        install -m 644 /dev/stdin "$(DESTDIR)$(LIBDIR)/cmake/tinyllm/$$file"; done
+	@for file in $(INSTALLED); do echo "  INST  $(DESTDIR)$$file"; done
+	@[ -n "$(DESTDIR)" ] || echo "Programs find it once ldconfig has run (as root), or when linked with -Wl,-rpath,$(LIBDIR)"
+
+uninstall: ## removes what install wrote, given the same directories
+	$(absolute)
+	@for file in $(INSTALLED); do rm -f "$(DESTDIR)$$file"; done
+	@for dir in $(INCLUDEDIR)/tinyllm $(LIBDIR)/cmake/tinyllm; do rmdir "$(DESTDIR)$$dir" 2>/dev/null || true; done
 
 .PHONY: test test-c test-py asan tsan sweep fuzz mutants lint
 test: ## every test: C, then Python (makes .venv)
