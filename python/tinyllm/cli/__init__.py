@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """The command ``tinyllm``, which is also ``python -m tinyllm``.
 
-A command is a module with ``NAME``, ``HELP`` (one line), ``add_arguments(parser)`` and ``run(args) -> int``, and,
-where there is more to say, ``EXAMPLES``, which ends its ``--help``. To add one, append it to ``COMMANDS``.
+A command is a module with ``NAME``, ``HELP`` (one line), ``add_arguments(parser)`` and ``run(args) -> int``,
+and, where there is more to say, ``EXAMPLES``, which ends its ``--help``. ``COMMANDS`` lists them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Final, NoReturn, Protocol
 
 import tinyllm
-from tinyllm.cli import info
+from tinyllm.cli import info, selftest
 from tinyllm.cli.common import CliError
 
 __all__ = ["COMMANDS", "CliError", "main"]
@@ -24,8 +24,8 @@ __all__ = ["COMMANDS", "CliError", "main"]
 class Command(Protocol):
     """What ``main`` asks of a command's module.
 
-    ``run`` returns 0, or 1 for a finding. It prints its answer to stdout and raises ``CliError``, one line, for
-    what it cannot do.
+    ``run`` returns 0, or 1 for a finding. It prints its answer to stdout and raises ``CliError``, one line,
+    for what it cannot do.
     """
 
     NAME: str
@@ -36,7 +36,7 @@ class Command(Protocol):
     def run(self, args: argparse.Namespace) -> int: ...
 
 
-COMMANDS: Final[tuple[Command, ...]] = (info,)
+COMMANDS: Final[tuple[Command, ...]] = (info, selftest)
 
 DONE, FINDING, FAILED = 0, 1, 2
 INTERRUPTED, PIPE_CLOSED = 130, 141  # what a shell reports of a program that SIGINT or SIGPIPE ended
@@ -44,6 +44,7 @@ INTERRUPTED, PIPE_CLOSED = 130, 141  # what a shell reports of a program that SI
 _EPILOG: Final = """\
 begin here:
   tinyllm info                    is the library found, and what does this machine offer it?
+  tinyllm selftest                are its bits the right ones, on every instruction set?
   tinyllm COMMAND --help          what a command answers, with examples
 
 exit status:
@@ -57,7 +58,7 @@ Answers go to stdout, problems and progress to stderr; --json prints one JSON ob
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; ``argv`` is without the program's name, None is ``sys.argv[1:]``. Returns the exit status."""
+    """Runs one command and returns the exit status; ``argv`` is what follows the program's name."""
     prog = "tinyllm"
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal without these letters still gets an answer
@@ -117,7 +118,7 @@ def _parser() -> Parser:
         sub = commands.add_parser(
             command.NAME,
             help=command.HELP,
-            description=command.HELP[0].upper() + command.HELP[1:] + ".",
+            description=command.HELP[0].upper() + command.HELP[1:],
             epilog=examples and f"examples:\n{examples}",
         )
         command.add_arguments(sub)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: MIT
 """What ``tinyllm selftest`` computes, and the digests it must give wherever numerics version 1 does.
 
-A group feeds fixed numbers to an ``Engine`` and yields arrays; the SHA-256 of their bytes, little-endian, is its
-digest. ``Library`` is the engine that runs the C code. tests/L9.4/test_cli_golden.py has another, which is
+A group feeds fixed numbers to an ``Engine`` and yields arrays; the SHA-256 of their bytes, little-endian,
+is its digest. ``Library`` is the engine that runs the C code. tests/L9.4/test_cli_golden.py has another one,
 ``tinyllm.reference``: the digests below are what both of them give.
 
-The numbers come from integers alone, scaled by powers of two, so that no library of mathematics and no version of
+The numbers come from integers alone, scaled by powers of two: no library of mathematics and no version of
 numpy has a say in them.
 """
 
@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, Final, Protocol
 
@@ -48,7 +47,8 @@ class Numbers:
         z = (first + np.arange(n, dtype=np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return (z ^ (z >> np.uint64(31))).reshape(shape)
+        mixed: NDArray[np.uint64] = (z ^ (z >> np.uint64(31))).reshape(shape)
+        return mixed
 
     def floats(self, *shape: int, fraction: int = 23) -> NDArray[np.float32]:
         """Of (-2, 2), with as many bits as ``fraction`` and a sign, times 1, 1/2, 1/4 or 1/8."""
@@ -64,7 +64,9 @@ class Numbers:
 
     def bf16(self, *shape: int) -> NDArray[np.uint16]:
         """``floats`` that a bfloat16 holds, as its codes."""
-        return (self.floats(*shape, fraction=7).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+        upper = self.floats(*shape, fraction=7).view(np.uint32) >> np.uint32(16)
+        codes: NDArray[np.uint16] = upper.astype(np.uint16)
+        return codes
 
     def order(self, n: int) -> NDArray[np.int64]:
         """0 .. n - 1, shuffled."""
@@ -72,7 +74,8 @@ class Numbers:
 
     def any_floats(self, n: int) -> NDArray[np.float32]:
         """Any bits at all, infinities, NaNs and subnormals among them."""
-        return (self.bits(n) >> np.uint64(32)).astype(np.uint32).view(np.float32)
+        value: NDArray[np.float32] = (self.bits(n) >> np.uint64(32)).astype(np.uint32).view(np.float32)
+        return value
 
 
 # --- engines ------------------------------------------------------------------------------------------------
@@ -84,7 +87,9 @@ class Engine(Protocol):
     def decode(self, q: Array, kv: list[tuple[Array, Array]], scale: float, window: int) -> Array:
         """One new token of each sequence: q [B, H, D], K and V float16."""
 
-    def paged(self, q: Array, k: Array, v: Array, tables: Array, lengths: Array, **options: Any) -> list[Array]:
+    def paged(
+        self, q: Array, k: Array, v: Array, tables: Array, lengths: Array, **options: Any
+    ) -> list[Array]:
         """[out, lse] of ``paged_attention``; K and V float16, float32, or bfloat16 as uint16."""
 
     def flash(self, q: Array, k: Array, v: Array, **options: Any) -> list[Array]:
@@ -127,7 +132,9 @@ class Library:
                 q, cache, list(batch), 1, scale=scale, window=window, threads=self._threads
             )
 
-    def paged(self, q: Array, k: Array, v: Array, tables: Array, lengths: Array, **options: Any) -> list[Array]:
+    def paged(
+        self, q: Array, k: Array, v: Array, tables: Array, lengths: Array, **options: Any
+    ) -> list[Array]:
         codes = "bfloat16" if k.dtype == np.uint16 else None
         view = tinyllm.KVView.from_arrays(k, v, dtype=codes, lib=self._lib)
         out = tinyllm.paged_attention(
@@ -203,22 +210,27 @@ def decode(engine: Engine, seed: int, *, width: int, heads: int, kv_heads: int) 
 
 
 def chunks(
-    engine: Engine, seed: int, *, kind: str, widths: tuple[int, int], **options: float
+    engine: Engine, seed: int, *, kind: str, widths: tuple[int, int], options: Mapping[str, float]
 ) -> Iterator[Array]:
-    """Rows of prompts, drafts and decode in one call, over shuffled blocks of ten; ``options`` may ask for
-    slopes and sinks by 1."""
+    """Rows of prompts, drafts and decode in one call, over shuffled blocks of ten.
+
+    ``options`` are those of paged_attention; slopes and sinks are drawn where they are named.
+    """
     numbers, heads, kv_heads, block = Numbers(seed), 4, 2, 10
     lengths = np.array([1047, 7, 64, 50], np.int32)
     starts = np.array([0, 3, 3, 4, 13], np.int32)
     n = -(-int(lengths.max()) // block)
     tables = numbers.order(len(lengths) * n).astype(np.int32).reshape(len(lengths), n)
-    draw = {"float16": numbers.halves, "float32": numbers.floats, "bfloat16": numbers.bf16}[kind]
-    k, v = (draw(tables.size, kv_heads, block, width) for width in widths)
+    kinds: dict[str, Callable[..., Array]] = {
+        "float16": numbers.halves,
+        "float32": numbers.floats,
+        "bfloat16": numbers.bf16,
+    }
+    k, v = (kinds[kind](tables.size, kv_heads, block, width) for width in widths)
     q = 4 * numbers.floats(int(starts[-1]), heads, widths[0])
-    per_head = {name: 2 * numbers.floats(heads) for name in ("alibi_slopes", "sink_logits") if name in options}
-    yield from engine.paged(
-        q, k, v, tables, lengths, cu_seqlens_q=starts, **{"scale": _scale(widths[0]), **options, **per_head}
-    )
+    given: dict[str, Any] = {"scale": _scale(widths[0]), "cu_seqlens_q": starts, **options}
+    given |= {name: 2 * numbers.floats(heads) for name in ("alibi_slopes", "sink_logits") if name in options}
+    yield from engine.paged(q, k, v, tables, lengths, **given)
 
 
 def prefill(engine: Engine, seed: int) -> Iterator[Array]:
@@ -252,7 +264,7 @@ def exp(engine: Engine, seed: int) -> Iterator[Array]:
 
 
 def conversions(engine: Engine, seed: int) -> Iterator[Array]:
-    """Every code of the small formats; and floats, those at the edges and halfway between two codes included."""
+    """Every code of the small formats; and floats, those halfway between two codes included."""
     numbers = Numbers(seed)
     x = np.concatenate((numbers.any_floats(20000), numbers.floats(20000), 512 * numbers.floats(20000)))
     halfway = (numbers.bits(20000) >> np.uint64(32)).astype(np.uint32)
@@ -273,17 +285,22 @@ def envelope(engine: Engine, seed: int) -> Iterator[Array]:
     yield np.frombuffer(data, np.uint8)
 
 
-_EVERYTHING: Final = {"window": 1030, "softcap": 2.5, "alibi_slopes": 1, "sink_logits": 1}
+_EVERYTHING: Final[Mapping[str, float]] = {
+    "window": 1030,
+    "softcap": 2.5,
+    "alibi_slopes": 1,
+    "sink_logits": 1,
+}
 
 GROUPS: Final[dict[str, Callable[[Engine, int], Iterable[Array]]]] = {
     "decode D=40": partial(decode, width=40, heads=3, kv_heads=1),
     "decode D=64": partial(decode, width=64, heads=4, kv_heads=2),
     "decode D=80": partial(decode, width=80, heads=2, kv_heads=2),
     "decode D=128": partial(decode, width=128, heads=8, kv_heads=1),
-    "chunks f16": partial(chunks, kind="float16", widths=(64, 64)),
-    "chunks f16, every option": partial(chunks, kind="float16", widths=(80, 80), **_EVERYTHING),
-    "chunks bf16, softcap": partial(chunks, kind="bfloat16", widths=(64, 64), softcap=1.5),
-    "chunks f32, Dk != Dv": partial(chunks, kind="float32", widths=(72, 40), alibi_slopes=1),
+    "chunks f16": partial(chunks, kind="float16", widths=(64, 64), options={}),
+    "chunks f16, every option": partial(chunks, kind="float16", widths=(80, 80), options=_EVERYTHING),
+    "chunks bf16, softcap": partial(chunks, kind="bfloat16", widths=(64, 64), options={"softcap": 1.5}),
+    "chunks f32, Dk != Dv": partial(chunks, kind="float32", widths=(72, 40), options={"alibi_slopes": 1}),
     "prefill": prefill,
     "softmax": softmax,
     "exp": exp,
@@ -322,12 +339,8 @@ DIGESTS: Final[dict[str, str]] = {
 }
 
 
-def _main() -> None:
+def main() -> None:
     """For a process of its own, since an instruction set is chosen once: prints what this one computes."""
     lib = load()
     digests = {threads: compute(Library(lib, threads)) for threads in THREADS}
     print(json.dumps({"isa": lib.tl_isa_name().decode(), "digests": digests}), flush=True)
-
-
-if __name__ == "__main__":
-    sys.exit(_main())

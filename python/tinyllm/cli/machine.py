@@ -25,7 +25,7 @@ def cpus() -> tuple[int, int]:
 
 
 def memory() -> tuple[int | None, int | None]:
-    """Bytes of memory there are, and bytes that can still be had, within the limit of the container if any."""
+    """Bytes of memory there are, and bytes still to be had, within the limit of the container if any."""
     kib = dict(re.findall(r"^(\w+):\s*(\d+) kB$", _text(Path("/proc/meminfo")), re.MULTILINE))
     total, free = (int(kib[key]) << 10 if key in kib else None for key in ("MemTotal", "MemAvailable"))
     limit, used = (_text(_CGROUP / name).strip() for name in ("memory.max", "memory.current"))

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: MIT
+"""``tinyllm selftest``: whether this machine gives the bits that the numerics version stands for."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import tinyllm
+from tinyllm.cli import golden
+from tinyllm.cli.common import add_json, library, print_json
+from tinyllm.ffi.libtinyllm import Lib
+
+NAME: Final = "selftest"
+HELP: Final = "do the results have the right bits, on every instruction set this machine has?"
+EXAMPLES: Final = f"""\
+  tinyllm selftest           a few seconds; exit status 1 where any bit differs
+  tinyllm selftest --json    the digests, to compare with those of another machine
+
+It computes {len(golden.GROUPS)} groups of results (decode, chunks and prefill with their options, softmax,
+exp, the small formats, an export) from fixed numbers, on 1 and 2 threads, once per instruction
+set in a process of its own, and compares their SHA-256 with those kept for numerics version
+{golden.NUMERICS_VERSION}. Machines that pass give each other's bits.
+"""
+
+_PACKAGE: Final = Path(tinyllm.__file__).resolve().parent.parent
+_CODE: Final = "from tinyllm.cli import golden; golden.main()"
+_MOST_SECONDS: Final = 300
+
+
+@dataclass
+class Difference:
+    """A group whose bits are others than those kept."""
+
+    group: str
+    threads: int
+    digest: str
+    expected: str
+
+
+@dataclass
+class Verdict:
+    """What one instruction set computed; ``problem`` where it did not come to an end."""
+
+    isa: str
+    seconds: float = 0.0
+    differences: list[Difference] = field(default_factory=list)
+    problem: str | None = None
+
+    @property
+    def good(self) -> bool:
+        return not self.differences and self.problem is None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    lib = library()
+    version = int(lib.tl_numerics_version())
+    if not args.json:
+        print(f"{lib.path}: numerics version {version}")
+    verdicts = []
+    for isa in lib.tl_isa_names().decode().split():
+        verdicts.append(examine(lib, isa))
+        if not args.json:
+            print_verdict(verdicts[-1])
+    known = version == golden.NUMERICS_VERSION
+    if not known:
+        print(
+            f"tinyllm selftest: the library has numerics version {version}, this package keeps the digests "
+            f"of version {golden.NUMERICS_VERSION}: use a library and a package of one release",
+            file=sys.stderr,
+        )
+    good = known and all(verdict.good for verdict in verdicts)
+    if args.json:
+        print_json(report(lib, version, verdicts, good))
+    return 0 if good else 1
+
+
+def examine(lib: Lib, isa: str) -> Verdict:
+    """Computes the groups on one instruction set, in a process of its own, and compares the digests."""
+    path = os.pathsep.join(filter(None, (str(_PACKAGE), os.environ.get("PYTHONPATH"))))
+    environment = os.environ | {"PYTHONPATH": path, "TINYLLM_LIB": str(lib.path), "TINYLLM_ISA": isa}
+    begin = time.perf_counter()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _CODE],
+            env=environment, capture_output=True, text=True, timeout=_MOST_SECONDS, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return Verdict(isa, float(_MOST_SECONDS), problem=f"not done after {_MOST_SECONDS} seconds")
+    verdict = Verdict(isa, time.perf_counter() - begin)
+    if done.returncode != 0:
+        verdict.problem = _death(done.returncode, done.stderr)
+        return verdict
+    answer = json.loads(done.stdout)
+    if answer["isa"] != isa:
+        verdict.problem = f"the library chose {answer['isa']}"
+    for threads, digests in answer["digests"].items():
+        for group, digest in digests.items():
+            if digest != golden.DIGESTS[group]:
+                verdict.differences.append(Difference(group, int(threads), digest, golden.DIGESTS[group]))
+    return verdict
+
+
+def _death(status: int, stderr: str) -> str:
+    if status < 0:
+        return f"the process was ended by {signal.Signals(-status).name}"
+    last = stderr.strip().splitlines()[-1:] or ["nothing on stderr"]
+    return f"the process ended with status {status}: {last[0]}"
+
+
+def print_verdict(verdict: Verdict) -> None:
+    """One line that is good news, or the groups that differ with both digests."""
+    head, n = f"  {verdict.isa:8}", len(golden.GROUPS)
+    if verdict.problem is not None:
+        print(f"{head}FAILED: {verdict.problem}")
+    elif verdict.good:
+        print(
+            f"{head}{n} groups of {n}: these bits are numerics version {golden.NUMERICS_VERSION}"
+            f"   ({verdict.seconds:.1f} s)"
+        )
+    for d in verdict.differences:
+        print(f"{head}DIFFERS: {d.group}, {d.threads} thread{'s' * (d.threads > 1)}")
+        print(f"            here      {d.digest}")
+        print(f"            expected  {d.expected}")
+
+
+def report(lib: Lib, version: int, verdicts: list[Verdict], good: bool) -> dict[str, Any]:
+    """The same for machines."""
+    return {
+        "library": str(lib.path),
+        "numerics_version": version,
+        "expected_numerics_version": golden.NUMERICS_VERSION,
+        "expected_digests": golden.DIGESTS,
+        "same_bits": good,
+        "instruction_sets": [
+            {
+                "isa": v.isa,
+                "same_bits": v.good,
+                "problem": v.problem,
+                "differences": [vars(d) for d in v.differences],
+            }
+            for v in verdicts
+        ],
+    }
