@@ -9,6 +9,7 @@ were given back; their entries in the table name no block.
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
@@ -36,6 +37,7 @@ from tinyllm.ffi.libtinyllm import (
     u32_ptr,
 )
 from tinyllm.kv_view import KVView
+from tinyllm.observe.snapshot import Snapshot, pool_blocks, sequence_state
 
 __all__ = ["OutOfBlocks", "PagedKVCache"]
 
@@ -116,6 +118,7 @@ class PagedKVCache:
         self._sequences: dict[Hashable, _Sequence] = {}
         self._version = 0  # changes whenever a table of a live sequence does
         self._spare: list[BatchTable] = []
+        self._high_water = self._copies = self._failures = 0
 
     def _create(self) -> int:
         config = KvConfig(
@@ -279,6 +282,7 @@ class PagedKVCache:
             self.lib.tl_kv_set_fill.each(pool, table[first : last + 1].tolist(), fills)
         for i in copied:
             self.lib.tl_kv_set_fill(pool, int(table[i]), self._fill(complete, i))
+        self._copies += len(copied)
         self._unref(pool, [int(old[i]) for i in copied])
 
     # --- looking --------------------------------------------------------------------------------------------
@@ -331,8 +335,7 @@ class PagedKVCache:
     def stats(self) -> dict[str, int]:
         """Blocks ``free``, ``used`` and ``cached``, and ``evictions`` so far."""
         with self._handle as pool:
-            stats = KvStats()
-            self.lib.tl_kv_stats_get(pool, stats)
+            stats = self._pool_stats(pool)
             return {
                 "free": stats.free,
                 "used": stats.used,
@@ -344,6 +347,37 @@ class PagedKVCache:
         """Blocks that an append can take: free ones, and cached ones, which it may evict."""
         stats = self.stats()
         return stats["free"] + stats["cached"]
+
+    def snapshot(self, path: str | os.PathLike[str] | None = None) -> Snapshot:
+        """What the pool and its sequences look like now, for pictures and counters; with ``path`` it is also
+        written there (``Snapshot.save``). K and V are not part of it.
+
+        It costs one pass over the states of all blocks. Nothing may be written to the cache meanwhile.
+
+        Raises: OSError where ``path`` cannot be written.
+        """
+        with self._handle as pool:
+            stats = self._pool_stats(pool)
+            sequences = tuple(
+                sequence_state(seq_id, s.table, s.gone, s.lengths) for seq_id, s in self._sequences.items()
+            )
+            taken = Snapshot(
+                num_blocks=self.num_blocks,
+                block_size=self.block_size,
+                n_layers=self.n_layers,
+                n_kv_heads=self.n_kv_heads,
+                d_head=self.d_head,
+                block_bytes=self.lib.tl_kv_block_bytes(pool),
+                blocks=pool_blocks(self.lib, pool, self.num_blocks, sequences),
+                sequences=sequences,
+                high_water=self._high_water,
+                copies_on_write=self._copies,
+                evictions=stats.evictions,
+                failed_allocations=self._failures,
+            )
+        if path is not None:
+            taken.save(path)
+        return taken
 
     # --- lifetime -------------------------------------------------------------------------------------------
 
@@ -458,15 +492,25 @@ class PagedKVCache:
             if n == len(ids):
                 if n:
                     self.lib.tl_kv_alloc(pool, n, u32_ptr(ids))
+                    self._pool_stats(pool)
                 return ids
         except TlError as error:
             if error.status != TL_EFULL:
                 raise
+        self._failures += 1
         stats = self.stats()
         raise OutOfBlocks(
             f"append: sequence {seq_id!r} needs {n_more} more blocks and {n_copies} to copy what is shared; "
             f"{stats['free']} are free and {stats['cached']} cached of {self.num_blocks}"
         )
+
+    def _pool_stats(self, pool: int) -> KvStats:
+        """The pool's counters. Called after every allocation, so that the high-water mark follows."""
+        stats = KvStats()
+        self.lib.tl_kv_stats_get(pool, stats)
+        if stats.used > self._high_water:
+            self._high_water = stats.used
+        return stats
 
     def _unref(self, pool: int, blocks: list[int]) -> None:
         self.lib.tl_kv_unref.each(pool, reversed(blocks))
