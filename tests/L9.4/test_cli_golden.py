@@ -93,7 +93,7 @@ def test_numbers_fit_the_types_they_are_drawn_for() -> None:
 
 
 def test_attention_groups_give_numbers_that_differ(lib: Lib) -> None:
-    """No digest is one of zeros or NaN: rows are finite, and hardly two of them equal (those of one key are)."""
+    """No digest is one of zeros or NaN: rows are finite, and few are equal (those of one key are)."""
     engine = golden.Library(lib, 1)
     for seed, (name, group) in enumerate(golden.GROUPS.items(), 1):
         if name.startswith(("decode", "chunks")):

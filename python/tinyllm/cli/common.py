@@ -6,7 +6,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
+from collections.abc import Callable
 from typing import Any, TextIO
 
 from tinyllm.ffi.libtinyllm import Lib, load, signatures
@@ -56,3 +58,36 @@ def has_colour(stream: TextIO) -> bool:
 def bold(text: str) -> str:
     """``text`` for stdout, bold where that shows."""
     return f"\x1b[1m{text}\x1b[0m" if has_colour(sys.stdout) else text
+
+
+# --- arguments ----------------------------------------------------------------------------------------------
+
+
+def number(low: int, high: int) -> Callable[[str], int]:
+    """The type of an argument that is an integer of [low, high]."""
+
+    def parse(text: str) -> int:
+        if not re.fullmatch(r"[0-9]{1,19}", text):
+            raise argparse.ArgumentTypeError(f"{text}: not a whole number")
+        value = int(text)
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text}: not within {low} .. {high}")
+        return value
+
+    return parse
+
+
+def counts(low: int, high: int) -> Callable[[str], list[int]]:
+    """The type of an argument that is integers of [low, high] with commas between them."""
+    one = number(low, high)
+    return lambda text: [one(part) for part in text.split(",")]
+
+
+def heads(text: str) -> tuple[int, int]:
+    """``32/8``: query heads and KV heads; one number stands for both."""
+    parts = [number(1, 1 << 16)(part) for part in text.split("/")]
+    if len(parts) > 2:
+        raise argparse.ArgumentTypeError(f"{text}: not query heads / KV heads, such as 32/8")
+    if parts[0] % parts[-1]:
+        raise argparse.ArgumentTypeError(f"{text}: {parts[0]} is no multiple of {parts[-1]}")
+    return parts[0], parts[-1]
