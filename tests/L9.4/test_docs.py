@@ -5,7 +5,7 @@ A page is a session. Its blocks run from top to bottom in one new directory, and
 
     ```python                  runs, in the page's one namespace
     ```sh                      runs (sh -eu); `tinyllm` is the command of this checkout
-    ```text printed            is what the block before it printed
+    ```text printed            is what the block before it printed; "..." stands for anything in a line
     ```c                       a whole program: is compiled without a warning, linked, and runs
     ```c examples/NAME.c       stands there, character for character
     ```python no-run (WHY)     is only compiled; sh no-run (WHY) and c no-run (WHY) are only shown
@@ -74,7 +74,7 @@ def with_blocks(*languages: str) -> list[object]:
 
 # Runs the blocks of one page. On standard input: its name, and [[language, text, line, expected], ...]
 SESSION = """
-import contextlib, io, json, subprocess, sys
+import contextlib, io, json, re, subprocess, sys
 
 page, blocks = json.load(sys.stdin)
 names = {"__name__": "__main__"}
@@ -89,7 +89,8 @@ for language, text, line, expected in blocks:
         code = compile("\\n" * (line - 1) + text, page, "exec")
         with contextlib.redirect_stdout(printed):
             exec(code, names)
-    if expected is not None and printed.getvalue() != expected:
+    pattern = ".*" if expected is None else re.escape(expected).replace(r"\\.\\.\\.", "[^\\n]*")
+    if not re.fullmatch(pattern, printed.getvalue(), re.DOTALL if expected is None else 0):
         sys.exit(f"{page}:{line}: the page says it prints\\n{expected}it prints\\n{printed.getvalue()}")
 """
 
