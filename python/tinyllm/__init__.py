@@ -4,6 +4,7 @@
 The library is loaded when something first needs it, not by the import.
 """
 
+import tinyllm._requirements  # noqa: F401  first, for it says what is missing before anything else stumbles
 from tinyllm._version import __version__
 from tinyllm.attention import (
     flash_attention,

@@ -26,17 +26,18 @@ class TlError(RuntimeError):
 
 
 class AbiMismatch(RuntimeError):
-    """The library at ``path`` speaks ABI version ``found``; this package speaks ``expected``."""
+    """The library at ``path`` speaks ABI version ``found``; this package speaks ``expected``.
 
-    def __init__(self, path: Path, found: int, expected: int) -> None:
-        super().__init__(path, found, expected)
-        self.path, self.found, self.expected = path, found, expected
+    what_next: what the message ends with, the command that mends it.
+    """
+
+    def __init__(self, path: Path, found: int, expected: int, what_next: str = "") -> None:
+        super().__init__(path, found, expected, what_next)
+        self.path, self.found, self.expected, self.what_next = path, found, expected, what_next
 
     def __str__(self) -> str:
-        return (
-            f"{self.path} has ABI version {self.found}, this package needs {self.expected}: "
-            "`make` in a checkout rebuilds it"
-        )
+        what_next = self.what_next or "`make` in a checkout rebuilds it"
+        return f"{self.path} has ABI version {self.found}, this package needs {self.expected}. {what_next}"
 
 
 class OutOfBlocks(RuntimeError):

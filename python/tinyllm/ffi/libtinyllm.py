@@ -36,6 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinyllm.errors import AbiMismatch, TlError
+from tinyllm.ffi.elf import reason_not_to_load
 
 __all__ = [
     "ABI_VERSION",
@@ -506,16 +507,17 @@ class Lib:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Raises OSError where the file at ``path`` cannot be loaded into this process."""
+        """Raises OSError, with the reason, where the file at ``path`` cannot be loaded into this process."""
         self.path = Path(path)
         self._declared = signatures()
-        try:
-            self._cdll = ctypes.CDLL(os.fspath(self.path))
-        except OSError as error:
-            raise OSError(
-                f"{self.path} cannot be loaded: no shared library, or one for another machine or system "
-                f"({error}); {_BUILD_IT}"
-            ) from error
+        reason = reason_not_to_load(self.path)
+        if reason is None:
+            try:
+                self._cdll = ctypes.CDLL(os.fspath(self.path))
+                return
+            except OSError as error:
+                reason = f"the system says: {error}"
+        raise OSError(f"{self.path} cannot be loaded: {reason}. {_what_next(self.path)}")
 
     def declare(self, name: str, restype: Any, argtypes: Any) -> None:
         """Says how ``name`` is called; it is looked up on its first use. ``restype`` may be ``STATUS``."""
@@ -530,7 +532,8 @@ class Lib:
         try:
             call = self._cdll[name]  # by index: a function object of our own, not the one CDLL shares
         except AttributeError:
-            raise AttributeError(f"{self.path} does not export {name}") from None
+            hint = f": is it older than this package? {_what_next(self.path)}" if name in signatures() else ""
+            raise AttributeError(f"{self.path} does not export {name}{hint}") from None
         function = Function(self, call, name, *declared[name])
         self.__dict__[name] = function
         return function
@@ -566,30 +569,41 @@ def new_handle(create: Function, *args: Any) -> int:
 
 _PACKAGE: Final = Path(__file__).resolve().parent.parent
 _CHECKOUT: Final = _PACKAGE.parent.parent
-_BUILD_IT: Final = "`make` in a checkout builds c/build/libtinyllm.so"
 _loaded: dict[Path, Lib] = {}
 
 
 def library_path(path: str | os.PathLike[str] | None = None) -> Path:
     """Where the library is.
 
-    That is ``path``, else ``$TINYLLM_LIB``, else in or beside the installed package, else
+    That is ``path``, else ``$TINYLLM_LIB``, else in (``tinyllm/_lib``) or beside the installed package, else
     ``c/build/libtinyllm.so`` of a checkout. A place named by argument or variable is the only one tried.
 
     Raises: FileNotFoundError, naming every place tried and the command that builds the library.
     """
     named = path if path is not None else os.environ.get("TINYLLM_LIB") or None
-    file = "libtinyllm.so"
-    places = (
-        [Path(named)]
-        if named is not None
-        else [_PACKAGE / file, _PACKAGE.parent / file, _CHECKOUT / "c/build" / file]
-    )
+    folders = (_PACKAGE / "_lib", _PACKAGE, _PACKAGE.parent, _CHECKOUT / "c/build")
+    places = [Path(named)] if named is not None else [folder / "libtinyllm.so" for folder in folders]
     for place in places:
         if place.is_file():
             return place
     source = "path" if path is not None else "TINYLLM_LIB" if named is not None else "default places"
-    raise FileNotFoundError(f"no libtinyllm at {', '.join(map(str, places))} ({source}); {_BUILD_IT}")
+    tried = f"{', '.join(map(str, places))} ({source})"
+    raise FileNotFoundError(f"no libtinyllm at {tried}. {_what_next(places[-1])}")
+
+
+def _what_next(file: Path) -> str:
+    """What brings a library that fits to where ``file`` is, or is not."""
+    named, file = os.environ.get("TINYLLM_LIB"), file.resolve()
+    if named and Path(named).resolve() == file:
+        return "Unset TINYLLM_LIB, which names it, or run `make` in the checkout it comes from"
+    if not file.is_relative_to(_PACKAGE.parent) and not file.is_relative_to(_CHECKOUT):
+        return "`make` in a checkout builds c/build/libtinyllm.so"
+    if (_CHECKOUT / "Makefile").is_file():
+        return f"Run `make` in {_CHECKOUT}"
+    return (
+        "The installed package is not whole: run `pip install --force-reinstall libtinyllm`, or "
+        "`pip install .` in a checkout, where `make` builds the library"
+    )
 
 
 def load(path: str | os.PathLike[str] | None = None) -> Lib:
@@ -605,10 +619,10 @@ def load(path: str | os.PathLike[str] | None = None) -> Lib:
             found = lib.abi_version()
         except AttributeError:
             raise OSError(
-                f"{file} is a shared library but not libtinyllm: it has no tl_abi_version; {_BUILD_IT}"
+                f"{file} is a shared library but not libtinyllm: it has no tl_abi_version. {_what_next(file)}"
             ) from None
         if found != ABI_VERSION:
-            raise AbiMismatch(file, found, ABI_VERSION)
+            raise AbiMismatch(file, found, ABI_VERSION, _what_next(file))
         lib = _loaded.setdefault(file, lib)
     return lib
 
