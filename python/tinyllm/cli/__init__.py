@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Final, NoReturn, Protocol
 
 import tinyllm
-from tinyllm.cli import bench, info, selftest
+from tinyllm.cli import bench, demo, info, selftest
 from tinyllm.cli.common import CliError
 
 __all__ = ["COMMANDS", "CliError", "main"]
@@ -36,7 +36,7 @@ class Command(Protocol):
     def run(self, args: argparse.Namespace) -> int: ...
 
 
-COMMANDS: Final[tuple[Command, ...]] = (info, selftest, bench)
+COMMANDS: Final[tuple[Command, ...]] = (info, selftest, bench, demo)
 
 DONE, FINDING, FAILED = 0, 1, 2
 INTERRUPTED, PIPE_CLOSED = 130, 141  # what a shell reports of a program that SIGINT or SIGPIPE ended
@@ -46,6 +46,7 @@ begin here:
   tinyllm info                    is the library found, and what does this machine offer it?
   tinyllm selftest                are its bits the right ones, on every instruction set?
   tinyllm bench                   how fast is it here?
+  tinyllm demo                    what is it for?
   tinyllm COMMAND --help          what a command answers, with examples
 
 exit status:

@@ -7,11 +7,15 @@ import argparse
 import json
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable
-from typing import Any, TextIO
+from pathlib import Path
+from typing import Any, Final, TextIO
 
 from tinyllm.ffi.libtinyllm import Lib, load, signatures
+
+_PACKAGE: Final = Path(__file__).resolve().parents[2]  # what holds the package, for sys.path
 
 
 class CliError(Exception):
@@ -29,6 +33,19 @@ def library() -> Lib:
                 f"{error}: it is older than this package; `make` in a checkout rebuilds it"
             ) from None
     return lib
+
+
+def in_process(code: str, lib: Lib, isa: str) -> subprocess.CompletedProcess[str]:
+    """Runs ``code`` with this package, ``lib`` and the instruction set ``isa``, which a process chooses once.
+
+    Raises: subprocess.TimeoutExpired after five minutes.
+    """
+    path = os.pathsep.join(filter(None, (str(_PACKAGE), os.environ.get("PYTHONPATH"))))
+    environment = os.environ | {"PYTHONPATH": path, "TINYLLM_LIB": str(lib.path), "TINYLLM_ISA": isa}
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

@@ -5,18 +5,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final
 
-import tinyllm
 from tinyllm.cli import golden
-from tinyllm.cli.common import add_json, library, print_json
+from tinyllm.cli.common import add_json, in_process, library, print_json
 from tinyllm.ffi.libtinyllm import Lib
 
 NAME: Final = "selftest"
@@ -30,10 +27,6 @@ exp, the small formats, an export) from fixed numbers, on 1 and 2 threads, once 
 set in a process of its own, and compares their SHA-256 with those kept for numerics version
 {golden.NUMERICS_VERSION}. Machines that pass give each other's bits.
 """
-
-_PACKAGE: Final = Path(tinyllm.__file__).resolve().parent.parent
-_CODE: Final = "from tinyllm.cli import golden; golden.main()"
-_MOST_SECONDS: Final = 300
 
 
 @dataclass
@@ -89,16 +82,11 @@ def run(args: argparse.Namespace) -> int:
 
 def examine(lib: Lib, isa: str) -> Verdict:
     """Computes the groups on one instruction set, in a process of its own, and compares the digests."""
-    path = os.pathsep.join(filter(None, (str(_PACKAGE), os.environ.get("PYTHONPATH"))))
-    environment = os.environ | {"PYTHONPATH": path, "TINYLLM_LIB": str(lib.path), "TINYLLM_ISA": isa}
     begin = time.perf_counter()
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", _CODE],
-            env=environment, capture_output=True, text=True, timeout=_MOST_SECONDS, check=False,
-        )  # fmt: skip
+        done = in_process("from tinyllm.cli import golden; golden.main()", lib, isa)
     except subprocess.TimeoutExpired:
-        return Verdict(isa, float(_MOST_SECONDS), problem=f"not done after {_MOST_SECONDS} seconds")
+        return Verdict(isa, problem=f"not done after {time.perf_counter() - begin:.0f} seconds")
     verdict = Verdict(isa, time.perf_counter() - begin)
     if done.returncode != 0:
         verdict.problem = _death(done.returncode, done.stderr)
