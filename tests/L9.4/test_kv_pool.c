@@ -236,6 +236,10 @@ TEST(null_is_refused_and_named)
     say("tl_kv_cow", "out is NULL");
     CHECK_STATUS(tl_kv_set_fill(NULL, 0, 0), TL_EINVAL);
     say("tl_kv_set_fill", "pool is NULL");
+    CHECK_STATUS(tl_kv_set_length(NULL, &id, 1, 0, 0), TL_EINVAL);
+    say("tl_kv_set_length", "pool is NULL");
+    CHECK_STATUS(tl_kv_set_length(kv, NULL, 1, 0, 0), TL_EINVAL);
+    say("tl_kv_set_length", "block_table is NULL");
     CHECK(tl_kv_fill(NULL, 0) == 0, "fill");
     say("tl_kv_fill", "pool is NULL");
     CHECK(tl_kv_refs(NULL, 0) == 0, "refs");
@@ -267,6 +271,55 @@ TEST(null_is_refused_and_named)
     say("tl_kv_block_hash", "3");
     CHECK(id == 77 && block.hash == 5 && block.fill == 7 && stats.free == 1 && stats.evictions == 4 && cfg.head_dim == 5, "an output was written");
     CHECK_STATS(kv, 4, 0, 0, 0);
+    tl_kv_pool_destroy(kv);
+}
+
+TEST(a_length_fills_the_blocks_of_its_positions_and_no_others)
+{
+    tl_kv_pool *kv = kv_new(8, 4, 1, 1, 4);
+    uint32_t table[4];
+    CHECK_STATUS(tl_kv_alloc(kv, 4, table), TL_OK);
+    for (int64_t first = 0; first <= 16; first++)
+        for (int64_t length = first; length <= 16; length++) {
+            for (int i = 0; i < 4; i++)
+                CHECK_STATUS(tl_kv_set_fill(kv, table[i], 1), TL_OK);
+            CHECK_STATUS(tl_kv_set_length(kv, table, 4, first, length), TL_OK);
+            for (int64_t i = 0; i < 4; i++) {
+                bool touched = false;
+                for (int64_t p = first; p < length; p++)
+                    touched |= p / 4 == i;
+                const uint32_t want = !touched ? 1 : length >= 4 * i + 4 ? 4 : (uint32_t)(length - 4 * i);
+                CHECK(tl_kv_fill(kv, table[i]) == want, "positions %lld to %lld, block %lld: %u, want %u", (long long)first, (long long)length,
+                      (long long)i, tl_kv_fill(kv, table[i]), want);
+            }
+        }
+    tl_kv_pool_destroy(kv);
+}
+
+TEST(a_length_that_cannot_be_set_changes_no_fill)
+{
+    tl_kv_pool *kv = kv_new(8, 4, 1, 1, 4);
+    const uint32_t good[3] = {kv_one(kv), kv_one(kv), kv_one(kv)}, named = kv_named(kv, 5), freed = kv_one(kv);
+    CHECK_STATUS(tl_kv_unref(kv, freed), TL_OK);
+    const struct {
+        uint32_t table[3];
+        int32_t n_table;
+        int64_t first, length;
+        const char *word;
+    } bad[] = {{{good[0], good[1], good[2]}, 3, 0, 13, "positions 0 to 13: the table has 3 blocks of 4"},
+               {{good[0], good[1], good[2]}, 3, -1, 3, "positions -1 to 3"},
+               {{good[0], good[1], good[2]}, 3, 5, 4, "positions 5 to 4"},
+               {{good[0], good[1], good[2]}, 3, 0, INT64_MAX, "positions 0 to"},
+               {{good[0], good[1], good[2]}, -1, 0, 0, "has -1 blocks"},
+               {{good[0], good[1], named}, 3, 0, 12, "is registered"},
+               {{good[0], good[1], freed}, 3, 0, 9, "is not used"},
+               {{good[0], good[1], 8}, 3, 0, 9, "block 8 is out of range"}};
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        CHECK_STATUS(tl_kv_set_length(kv, bad[i].table, bad[i].n_table, bad[i].first, bad[i].length), TL_EINVAL);
+        CHECK(strstr(tl_last_error(), bad[i].word), "case %zu: %s", i, tl_last_error());
+        CHECK(tl_kv_fill(kv, good[0]) == 0 && tl_kv_fill(kv, good[1]) == 0, "case %zu: a fill was set", i);
+    }
+    CHECK_STATUS(tl_kv_set_length(kv, NULL, 0, 0, 0), TL_OK);
     tl_kv_pool_destroy(kv);
 }
 

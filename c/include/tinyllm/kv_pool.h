@@ -87,6 +87,11 @@ TL_API tl_status tl_kv_cow(tl_kv_pool *kv, uint32_t id, uint32_t *out);
  * used, or a registered block. */
 TL_API tl_status tl_kv_set_fill(tl_kv_pool *kv, uint32_t id, uint32_t n_tokens);
 
+/* The same for a sequence that holds `length` positions, in the blocks that positions first .. length-1 stand in: each is full
+ * but perhaps the last. All or nothing. TL_EINVAL: NULL kv, NULL block_table with n_table > 0, n_table or first < 0, length below
+ * first or past the table, an entry in question that tl_kv_set_fill would refuse. first == length: TL_OK, nothing is set. */
+TL_API tl_status tl_kv_set_length(tl_kv_pool *kv, const uint32_t *block_table, int32_t n_table, int64_t first, int64_t length);
+
 /* The fill of a block; 0 with the slot set for a bad id. */
 TL_API uint32_t tl_kv_fill(const tl_kv_pool *kv, uint32_t id);
 

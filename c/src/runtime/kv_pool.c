@@ -307,16 +307,39 @@ tl_status tl_kv_cow(tl_kv_pool *kv, uint32_t id, uint32_t *out)
 
 /* ---- fill, hash, index ---- */
 
+static tl_status check_fill_may_change(const char *fn, const tl_kv_pool *kv, uint32_t id)
+{
+    TL_TRY(tl_kv_check_used(fn, kv, id));
+    if (kv->block[id].hash != 0)
+        return tl_fail(TL_EINVAL, fn, "block %u is registered, its fill stays %u", id, kv->block[id].fill);
+    return TL_OK;
+}
+
 tl_status tl_kv_set_fill(tl_kv_pool *kv, uint32_t id, uint32_t n_tokens)
 {
     static const char fn[] = "tl_kv_set_fill";
-    TL_TRY(tl_kv_check_used(fn, kv, id));
+    TL_TRY(check_fill_may_change(fn, kv, id));
     if (n_tokens > kv->cfg.block_tokens)
         return tl_fail(TL_EINVAL, fn, "fill %u of block %u: a block holds %u tokens", n_tokens, id,
                        kv->cfg.block_tokens);
-    if (kv->block[id].hash != 0)
-        return tl_fail(TL_EINVAL, fn, "block %u is registered, its fill stays %u", id, kv->block[id].fill);
     kv->block[id].fill = n_tokens;
+    return TL_OK;
+}
+
+tl_status tl_kv_set_length(tl_kv_pool *kv, const uint32_t *block_table, int32_t n_table, int64_t first, int64_t length)
+{
+    static const char fn[] = "tl_kv_set_length";
+    if (!kv || (!block_table && n_table > 0))
+        return tl_fail(TL_EINVAL, fn, "%s is NULL", kv ? "block_table" : "the pool");
+    const int64_t b = kv->cfg.block_tokens;
+    if (n_table < 0 || first < 0 || length < first || length > n_table * b)
+        return tl_fail(TL_EINVAL, fn, "positions %lld to %lld: the table has %d blocks of %lld", (long long)first, (long long)length,
+                       (int)n_table, (long long)b);
+    const int64_t from = first / b, end = first < length ? (length - 1) / b + 1 : from;
+    for (int64_t i = from; i < end; i++)
+        TL_TRY(check_fill_may_change(fn, kv, block_table[i]));
+    for (int64_t i = from; i < end; i++)
+        kv->block[block_table[i]].fill = (uint32_t)(length - i * b < b ? length - i * b : b);
     return TL_OK;
 }
 

@@ -329,6 +329,7 @@ PROTOTYPES: Final[tuple[tuple[str, Any, tuple[Any, ...]], ...]] = (
     ("tl_kv_unref", STATUS, (c_void_p, c_uint32)),
     ("tl_kv_cow", STATUS, (c_void_p, c_uint32, _u32)),
     ("tl_kv_set_fill", STATUS, (c_void_p, c_uint32, c_uint32)),
+    ("tl_kv_set_length", STATUS, (c_void_p, _u32, c_int32, c_int64, c_int64)),
     ("tl_kv_fill", c_uint32, (c_void_p, c_uint32)),
     ("tl_kv_refs", c_uint32, (c_void_p, c_uint32)),
     ("tl_kv_block_hash", c_uint64, (c_uint64, _u32, c_uint32)),

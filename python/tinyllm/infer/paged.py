@@ -277,9 +277,7 @@ class PagedKVCache:
         complete = min(sequence.lengths)
         if complete > complete_before:
             # This layer was the one that held the fills back: their blocks are among those just written.
-            first, last = complete_before // self.block_size, (complete - 1) // self.block_size
-            fills = [self.block_size] * (last - first) + [self._fill(complete, last)]
-            self.lib.tl_kv_set_fill.each(pool, table[first : last + 1].tolist(), fills)
+            self.lib.tl_kv_set_length(pool, u32_ptr(table), len(table), complete_before, complete)
         for i in copied:
             self.lib.tl_kv_set_fill(pool, int(table[i]), self._fill(complete, i))
         self._copies += len(copied)
