@@ -8,6 +8,7 @@ and, where there is more to say, ``EXAMPLES``, which ends its ``--help``. ``COMM
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import re
 import sys
@@ -62,7 +63,7 @@ Answers go to stdout, problems and progress to stderr; --json prints one JSON ob
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit status; ``argv`` is what follows the program's name."""
     prog = "tinyllm"
-    if hasattr(sys.stdout, "reconfigure"):
+    if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without these letters still gets an answer
     try:
         args = _parser().parse_args(argv)
@@ -71,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(end="", flush=True)
         return status
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the exit flushes once more
+        _drop_stdout()
         return PIPE_CLOSED
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -81,11 +82,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _say(f"{prog}: the system has not enough memory for this")
     except (CliError, tinyllm.TlError, tinyllm.AbiMismatch, tinyllm.OutOfBlocks, OSError) as error:
         return _say(f"{prog}: {error}")
+    except RuntimeError as error:
+        if isinstance(error.__context__, KeyboardInterrupt):  # it left a call half done, on its way out
+            return INTERRUPTED
+        raise
 
 
 def _say(problem: str) -> int:
+    try:
+        print(end="", flush=True)
+    except OSError:
+        _drop_stdout()
     print(" ".join(problem.split()), file=sys.stderr)
     return FAILED
+
+
+def _drop_stdout() -> None:
+    """Nobody takes the output: what is left of it must not trouble the flush at exit either."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class UsageError(Exception):

@@ -32,6 +32,7 @@ from tinyllm.cli.common import (
     counts,
     heads,
     human_bytes,
+    instruction_set,
     library,
     number,
     print_json,
@@ -165,9 +166,10 @@ def _seconds(text: str) -> float:
 
 def run(args: argparse.Namespace) -> int:
     lib = library()
+    isa = instruction_set(lib)
     shapes = list(_shapes(args))
     if not args.json:
-        print_head(lib, args)
+        print_head(isa, args)
     results = []
     for shape in shapes:
         with workload(lib, shape) as work:
@@ -176,7 +178,7 @@ def run(args: argparse.Namespace) -> int:
         if not args.json:
             print_row(shape, result)
     if args.json:
-        print_json(report(lib, shapes, results))
+        print_json(report(isa, shapes, results))
     wrong = [s for s, r in zip(shapes, results, strict=True) if not r.error <= _TOLERANCE]
     for shape in wrong:
         print(f"tinyllm bench: ctx {shape.ctx}, batch {shape.batch}: wrong results", file=sys.stderr)
@@ -320,10 +322,10 @@ def progress(text: str) -> None:
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
 
-def print_head(lib: Lib, args: argparse.Namespace) -> None:
+def print_head(isa: str, args: argparse.Namespace) -> None:
     usable, present = machine.cpus()
     window = f"window {args.window}" if args.window else "no window"
-    print(f"{machine.cpu_model()}, {usable} of {present} CPUs, {lib.tl_isa_name().decode()}")
+    print(f"{machine.cpu_model()}, {usable} of {present} CPUs, {isa}")
     print(f"heads {args.heads[0]}/{args.heads[1]}, width {args.dim}, blocks of {args.block}, {window}, f16\n")
     print(bold("     ctx  batch threads    median       p10       p90    GB/s    roof  of roof"), flush=True)
 
@@ -348,12 +350,12 @@ def _time(seconds: float) -> str:
     return f"{seconds:#.3g} s"
 
 
-def report(lib: Lib, shapes: list[Shape], results: list[Result]) -> dict[str, Any]:
+def report(isa: str, shapes: list[Shape], results: list[Result]) -> dict[str, Any]:
     """The same for machines: seconds, bytes, bytes a second."""
     return {
         "version": tinyllm.__version__,
         "cpu": machine.cpu_model(),
-        "isa": lib.tl_isa_name().decode(),
+        "isa": isa,
         "last_level_cache_bytes": machine.last_level_cache(),
         "shapes": [
             asdict(s)

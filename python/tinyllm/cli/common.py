@@ -35,6 +35,16 @@ def library() -> Lib:
     return lib
 
 
+def instruction_set(lib: Lib) -> str:
+    """The instruction set that ``lib`` runs on. Raises: CliError for a TINYLLM_ISA that is not here."""
+    name, names = str(lib.tl_isa_name().decode()), lib.tl_isa_names().decode()
+    if name not in names.split():
+        raise CliError(
+            f"TINYLLM_ISA={name} is no instruction set of this machine and build; there are: {names}"
+        )
+    return name
+
+
 def in_process(code: str, lib: Lib, isa: str) -> subprocess.CompletedProcess[str]:
     """Runs ``code`` with this package, ``lib`` and the instruction set ``isa``, which a process chooses once.
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import tinyllm
-from tinyllm.cli.common import CliError, bold, human_bytes, in_process, library
+from tinyllm.cli.common import CliError, bold, human_bytes, in_process, instruction_set, library
 from tinyllm.cli.golden import Numbers
 from tinyllm.ffi.libtinyllm import Lib, load
 
@@ -121,7 +121,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     lib = library()
-    isa = lib.tl_isa_name().decode()
+    isa = instruction_set(lib)
     print(f"libtinyllm {tinyllm.__version__}, {isa}; made-up numbers, nothing is downloaded\n")
     with Chats(lib, Way("told")) as chats:
         tell(chats)
@@ -166,7 +166,7 @@ def prove(lib: Lib) -> int:
     print(bold("4. The bits do not depend on how"))
     print(f"   All that attention gave, {STEPS} steps x {LAYERS} layers x {CHATS} chats, as SHA-256:\n")
     digests = []
-    own = lib.tl_isa_name().decode()
+    own = instruction_set(lib)
     for way in WAYS:
         digests.append(outcome(lib, way))
         show(f"{way.name}, {own}", digests)

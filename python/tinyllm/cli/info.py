@@ -10,36 +10,69 @@ from typing import Any, Final
 import numpy as np
 
 import tinyllm
+from tinyllm._check import INT32_MAX
 from tinyllm.cli import machine
-from tinyllm.cli.common import CliError, add_json, human_bytes, library, print_json
+from tinyllm.cli.common import (
+    CliError,
+    add_json,
+    bold,
+    heads,
+    human_bytes,
+    instruction_set,
+    library,
+    number,
+    print_json,
+)
 
 NAME: Final = "info"
 HELP: Final = "which library is used, on which instruction set, and what this machine offers it"
 EXAMPLES: Final = """\
   tinyllm info
-  tinyllm info --json        to paste into a bug report
+  tinyllm info --json                                to go with a report of a fault
+  tinyllm info --heads 32/8 --dim 128 --layers 32    what a cache of this shape takes
+
+Where the library is not found or cannot be used, the rest is printed, the reason goes to stderr, and
+the exit status is 2.
 """
+
+_HUGE_PAGES: Final = {
+    "always": "a cache lies in large ones where there are any",
+    "madvise": "a cache asks for large ones and gets them where there are any",
+    "never": "there are no large ones, and a big cache is walked more slowly",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
+    size = number(1, INT32_MAX)
+    shape = parser.add_argument_group("what a cache takes", "all but --block together")
+    shape.add_argument("--heads", type=heads, metavar="H/KV", help="query heads and KV heads")
+    shape.add_argument("--dim", type=size, metavar="D", help="head width")
+    shape.add_argument("--layers", type=size, metavar="N", help="layers")
+    shape.add_argument("--block", type=size, default=16, metavar="N", help="positions in a block (16)")
 
 
 def run(args: argparse.Namespace) -> int:
     facts: dict[str, Any] = {"version": tinyllm.__version__}
+    shape = (args.heads, args.dim, args.layers)
+    if None in shape and shape != (None,) * 3:
+        raise CliError("--heads, --dim and --layers say together what a cache takes: give all three")
     problem = None
     try:
         facts |= library_facts()
+        instruction_set(library())
     except (CliError, tinyllm.AbiMismatch, OSError) as error:
         problem = str(error)
     facts |= machine_facts()
+    if args.heads:
+        facts["cache"] = cache_facts(args.heads[1], args.dim, args.layers, args.block)
     if args.json:
         print_json(facts | {"problem": problem})
     else:
         print_facts(facts)
     if problem is not None:
-        print(f"tinyllm info: {problem}", file=sys.stderr)
-    return 0 if problem is None else 2
+        raise CliError(problem)
+    return 0
 
 
 def library_facts() -> dict[str, Any]:
@@ -47,9 +80,11 @@ def library_facts() -> dict[str, Any]:
     lib = library()
     return {
         "library": str(lib.path),
+        "library_version": lib.tl_version().decode(),
         "abi_version": lib.abi_version(),
         "numerics_version": int(lib.tl_numerics_version()),
         "isa": lib.tl_isa_name().decode(),
+        "isa_names": lib.tl_isa_names().decode().split(),
     }
 
 
@@ -70,8 +105,50 @@ def machine_facts() -> dict[str, Any]:
     }
 
 
+def cache_facts(kv_heads: int, dim: int, layers: int, block: int) -> dict[str, int]:
+    """What f16 K and V of all layers take."""
+    token = 4 * kv_heads * dim * layers
+    return {
+        "block_tokens": block,
+        "token_bytes": token,
+        "block_bytes": token * block,
+        "blocks_for_1024_tokens": -(-1024 // block),
+    }
+
+
 def print_facts(facts: dict[str, Any]) -> None:
-    """The facts, one a line."""
-    for name, value in facts.items():
-        shown = human_bytes(value) if name.endswith("_bytes") and value is not None else value
-        print(f"{name.removesuffix('_bytes').replace('_', ' '):20} {'unknown' if shown is None else shown}")
+    """The facts by subject; what is not known is left out."""
+    print(bold(f"tinyllm {facts['version']}"))
+    if "library" in facts:
+        versions = "{library_version}, ABI {abi_version}, numerics {numerics_version}".format_map(facts)
+        line("library", facts["library"])
+        line("version", versions)
+        line("runs on", facts["isa"])
+        line("could run on", f"{' '.join(facts['isa_names'])} (TINYLLM_ISA names another one)")
+    line("Python", f"{facts['python']}, numpy {facts['numpy']}")
+    print(bold("machine"))
+    line("CPU", facts["cpu"])
+    line("CPUs", f"{facts['cpus_usable']} that this process may use, of {facts['cpus']}")
+    for name, title in (("last_level_cache_bytes", "cache"), ("memory_bytes", "memory")):
+        if facts[name] is not None:
+            line(title, human_bytes(facts[name]))
+    if facts["memory_available_bytes"] is not None:
+        line("free", human_bytes(facts["memory_available_bytes"]))
+    mode = facts["huge_pages"]
+    line("pages", f"{mode}: {_HUGE_PAGES[mode]}" if mode else "not known")
+    if "cache" in facts:
+        print_cache(facts["cache"], facts["memory_available_bytes"])
+
+
+def print_cache(cache: dict[str, int], free: int | None) -> None:
+    """What a cache takes, and what there is room for."""
+    block, token = cache["block_tokens"], cache["token_bytes"]
+    print(bold(f"K and V in f16, blocks of {block}"))
+    line("a block", human_bytes(cache["block_bytes"]))
+    line("1024 tokens", f"{cache['blocks_for_1024_tokens']} blocks, {human_bytes(1024 * token)}")
+    if free is not None:
+        line("room for", f"{free // cache['block_bytes']} blocks, in what is free now")
+
+
+def line(name: str, value: str) -> None:
+    print(f"  {name:13} {value}")
