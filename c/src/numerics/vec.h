@@ -60,4 +60,22 @@
 #include "vec_scalar.h"
 #endif
 
+/* Where one register, or one array, is a whole v16. */
+#if V16_REGS == 1
+#define V16_REG_LANES 16
+#define vreg_zero v16_zero
+#define vreg_load v16_load
+#define vreg_load_f16 v16_load_f16
+#define vreg_load_bf16 v16_load_bf16
+#define vreg_fma v16_fma
+#define vreg_keep(x) (x)
+
+typedef v16 vreg;
+
+V16_INLINE v16 v16_of(const vreg *r)
+{
+    return r[0];
+}
+#endif
+
 #endif

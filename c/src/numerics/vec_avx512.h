@@ -6,6 +6,7 @@
 #include <immintrin.h>
 #include <math.h>
 
+#define V16_REGS 1
 #define V16_ROWS 4
 #define V16_KEYS(rows) 4
 #define V16_COLS(rows) ((rows) <= 2 ? 8 : 4)
@@ -182,23 +183,6 @@ V16_INLINE float v16_fold(v16 x)
     const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
     const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
-}
-
-/* One register is all of it. */
-#define V16_REGS 1
-#define V16_REG_LANES 16
-#define vreg_zero v16_zero
-#define vreg_load v16_load
-#define vreg_load_f16 v16_load_f16
-#define vreg_load_bf16 v16_load_bf16
-#define vreg_fma v16_fma
-#define vreg_keep(x) (x)
-
-typedef v16 vreg;
-
-V16_INLINE v16 v16_of(const vreg *r)
-{
-    return r[0];
 }
 
 /* Halvings of two vectors at once, one shuffle each: what stays where it is comes from a blend, what it meets from across. */

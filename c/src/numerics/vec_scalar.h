@@ -8,6 +8,7 @@
 
 #include "lowp.h"
 
+#define V16_REGS 1
 #define V16_ROWS 1
 #define V16_KEYS(rows) 1
 #define V16_COLS(rows) 1
@@ -218,23 +219,6 @@ V16_INLINE float v16_fold(v16 x)
         for (int i = 0; i < half; i++)
             x.lane[i] += x.lane[i + half];
     return x.lane[0];
-}
-
-/* One array is all of it. */
-#define V16_REGS 1
-#define V16_REG_LANES 16
-#define vreg_zero v16_zero
-#define vreg_load v16_load
-#define vreg_load_f16 v16_load_f16
-#define vreg_load_bf16 v16_load_bf16
-#define vreg_fma v16_fma
-#define vreg_keep(x) (x)
-
-typedef v16 vreg;
-
-V16_INLINE v16 v16_of(const vreg *r)
-{
-    return r[0];
 }
 
 V16_INLINE v16 v16_quads(v16 a, v16 b, v16 c, v16 d)
