@@ -704,6 +704,35 @@ static inline tl_pool *make_threads(int n)
     return tp;
 }
 
+/* ---- calls that may be refused ---- */
+
+struct inside {
+    tl_status (*call)(const void *);
+    const void *x;
+    tl_status got;
+    char message[TL_LAST_ERROR_CAP];
+};
+
+static inline void call_inside(void *ctx, int64_t lo, int64_t hi, int worker)
+{
+    (void)lo, (void)hi, (void)worker;
+    struct inside *in = ctx;
+    in->got = in->call(in->x);
+    snprintf(in->message, sizeof in->message, "%s", tl_last_error());
+}
+
+/* The status of call(x), from inside a range of a pool if one is given, with the message in this thread's slot wherever it ran. */
+static inline tl_status run_call(tl_status (*call)(const void *), const void *x, tl_pool *inside_of)
+{
+    struct inside in = {.call = call, .x = x};
+    tl_set_last_error("no message was set");
+    if (!inside_of)
+        return call(x);
+    CHECK_STATUS(tl_parallel_for(inside_of, 1, 1, call_inside, &in), TL_OK);
+    tl_set_last_error(in.message);
+    return in.got;
+}
+
 /* ---- messages ---- */
 
 /* Whether the error slot holds `value` as a whole number, not as digits of another. */

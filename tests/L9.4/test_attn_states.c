@@ -1007,32 +1007,6 @@ static tl_status bad_call(const void *bad)
 }
 
 /* A call from inside a range of a pool, its message brought back to this thread's slot. */
-struct inside {
-    tl_status (*call)(const void *);
-    const void *x;
-    tl_status got;
-    char message[TL_LAST_ERROR_CAP];
-};
-
-static void call_inside(void *ctx, int64_t lo, int64_t hi, int worker)
-{
-    (void)lo, (void)hi, (void)worker;
-    struct inside *in = ctx;
-    in->got = in->call(in->x);
-    snprintf(in->message, sizeof in->message, "%s", tl_last_error());
-}
-
-static tl_status run_call(tl_status (*call)(const void *), const void *x, tl_pool *inside_of)
-{
-    struct inside in = {.call = call, .x = x};
-    tl_set_last_error("no message was set");
-    if (!inside_of)
-        return call(x);
-    CHECK_STATUS(tl_parallel_for(inside_of, 1, 1, call_inside, &in), TL_OK);
-    tl_set_last_error(in.message);
-    return in.got;
-}
-
 /* The faults, one a line: name, status, what it does, a word and the numbers that the message has to hold. */
 #define A x->args
 #define V x->view

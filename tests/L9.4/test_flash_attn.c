@@ -637,29 +637,14 @@ static void bad_fresh(struct bad *x, float *all, tl_pool *tp)
                           .sinks = all + AT_SINKS, .tp = tp};
 }
 
-struct inside {
-    const struct flash *f;
-    tl_status got;
-    char message[TL_LAST_ERROR_CAP];
-};
-
-static void call_inside(void *ctx, int64_t lo, int64_t hi, int worker)
+static tl_status bad_call(const void *flash)
 {
-    (void)lo, (void)hi, (void)worker;
-    struct inside *in = ctx;
-    in->got = flash_call(in->f);
-    snprintf(in->message, sizeof in->message, "%s", tl_last_error());
+    return flash_call(flash);
 }
 
 static tl_status bad_run(const struct bad *x)
 {
-    struct inside in = {.f = &x->f};
-    tl_set_last_error("no message was set");
-    if (!x->inside)
-        return flash_call(&x->f);
-    CHECK_STATUS(tl_parallel_for(x->f.tp, 1, 1, call_inside, &in), TL_OK);
-    tl_set_last_error(in.message);
-    return in.got;
+    return run_call(bad_call, &x->f, x->inside ? x->f.tp : NULL);
 }
 
 #define FAULT(name, ...)                       \

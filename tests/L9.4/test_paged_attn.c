@@ -742,37 +742,17 @@ static void bad_fresh(struct bad *x, tl_kv_pool *kv, float *both, tl_pool *tp)
     repaint(both + BAD_SIZE, BAD_SIZE);
 }
 
-static tl_status bad_call(const struct bad *x)
+static tl_status bad_call(const void *bad)
 {
+    const struct bad *x = bad;
     const struct paged *c = &x->call;
     return tl_paged_attn_decode_f32(c->q, c->kv, c->layer, x->tables_arg, c->max_blocks, x->ctx_arg, c->out, c->B, c->H, c->Hkv, c->D,
                                     c->scale, c->window, x->tp);
 }
 
-struct inside {
-    const struct bad *x;
-    tl_status got;
-    char message[TL_LAST_ERROR_CAP];
-};
-
-static void call_inside(void *ctx, int64_t lo, int64_t hi, int worker)
-{
-    (void)lo, (void)hi, (void)worker;
-    struct inside *in = ctx;
-    in->got = bad_call(in->x);
-    snprintf(in->message, sizeof in->message, "%s", tl_last_error());
-}
-
-/* The status, with the message in this thread's slot wherever the call ran. */
 static tl_status bad_run(const struct bad *x)
 {
-    struct inside in = {.x = x};
-    tl_set_last_error("no message was set");
-    if (!x->inside)
-        return bad_call(x);
-    CHECK_STATUS(tl_parallel_for(x->tp, 1, 1, call_inside, &in), TL_OK);
-    tl_set_last_error(in.message);
-    return in.got;
+    return run_call(bad_call, x, x->inside ? x->tp : NULL);
 }
 
 /* The faults. Each puts itself into a call; `rank` says who decides where two are there: the lower one. */

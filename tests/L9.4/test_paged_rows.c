@@ -1358,35 +1358,15 @@ static void bad_fresh(struct bad *x, struct bad_memory *m, tl_pool *tp)
                                    .workspace_bytes = sizeof m->work};
 }
 
-static tl_status bad_call(const struct bad *x)
+static tl_status bad_call(const void *bad)
 {
+    const struct bad *x = bad;
     return tl_paged_attn_f32(x->no_args ? NULL : &x->args);
 }
 
-struct inside {
-    const struct bad *x;
-    tl_status got;
-    char message[TL_LAST_ERROR_CAP];
-};
-
-static void call_inside(void *ctx, int64_t lo, int64_t hi, int worker)
-{
-    (void)lo, (void)hi, (void)worker;
-    struct inside *in = ctx;
-    in->got = bad_call(in->x);
-    snprintf(in->message, sizeof in->message, "%s", tl_last_error());
-}
-
-/* The status, with the message in this thread's slot wherever the call ran. */
 static tl_status bad_run(const struct bad *x)
 {
-    struct inside in = {.x = x};
-    tl_set_last_error("no message was set");
-    if (!x->inside)
-        return bad_call(x);
-    CHECK_STATUS(tl_parallel_for(x->args.tp, 1, 1, call_inside, &in), TL_OK);
-    tl_set_last_error(in.message);
-    return in.got;
+    return run_call(bad_call, x, x->inside ? x->args.tp : NULL);
 }
 
 /* The faults, one a line: name, rank, status, what it does, a word and the numbers that the message has to hold. Where two
@@ -1773,10 +1753,8 @@ TEST(busy_inside_a_range_of_its_own_pool)
         bad_fresh(&x, m, tp);
         x.args.workspace = NULL;
         for (int i = 0; i < 2; i++) {
-            struct inside in = {.x = &x};
             x.args.tp = i ? other : NULL;
-            CHECK_STATUS(tl_parallel_for(tp, 1, 1, call_inside, &in), TL_OK);
-            CHECK(in.got == TL_OK, "%s: \"%s\"", tl_status_str(in.got), in.message);
+            CHECK_STATUS(run_call(bad_call, &x, tp), TL_OK);
         }
         x.inside = false, x.args.tp = tp;
         CHECK_STATUS(bad_run(&x), TL_OK); /* and the pool is still good */
