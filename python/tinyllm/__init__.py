@@ -17,6 +17,8 @@ from tinyllm.errors import AbiMismatch, ClosedError, OutOfBlocks, TlError
 from tinyllm.infer.paged import PagedKVCache
 from tinyllm.kv_view import KVView
 from tinyllm.modern.window import windowed_attention
+from tinyllm.observe.diff import diff
+from tinyllm.observe.recording import Recording, record
 from tinyllm.threads import ThreadPool
 
 __all__ = [
@@ -25,13 +27,16 @@ __all__ = [
     "KVView",
     "OutOfBlocks",
     "PagedKVCache",
+    "Recording",
     "ThreadPool",
     "TlError",
     "__version__",
+    "diff",
     "flash_attention",
     "merge_states",
     "paged_attention",
     "paged_attention_decode",
     "paged_attention_states",
+    "record",
     "windowed_attention",
 ]

@@ -105,6 +105,7 @@ class PagedCall:
                 observer.before(self)
             with Refusals(self.fn):
                 self.lib.tl_paged_attn_f32(args)
+            args.trace = None  # what observers do afterwards is not part of the call
             for observer in observers:
                 observer.after(self)
 

@@ -14,7 +14,18 @@ from numpy.typing import NDArray
 
 from tinyllm._check import I64, INT32_MAX, INT64_MAX, Tensor, as_array, integers
 from tinyllm.errors import TlError
-from tinyllm.ffi.libtinyllm import TL_BF16, TL_EINVAL, TL_F16, TL_F32, KvView, Lib, i64_ptr, load, struct_ptr
+from tinyllm.ffi.libtinyllm import (
+    TL_BF16,
+    TL_EINVAL,
+    TL_F16,
+    TL_F32,
+    KvView,
+    Lib,
+    block_view,
+    i64_ptr,
+    load,
+    struct_ptr,
+)
 
 __all__ = ["KVView"]
 
@@ -142,6 +153,18 @@ class KVView:
                 raise ValueError(f"{fn}: {error.message}") from error
             raise
 
+    def _codes(self) -> tuple[NDArray[Any], NDArray[Any]]:
+        """K and V where they lie, as unsigned integers [blocks, Hkv, b, D]; valid as long as that
+        memory, so only inside ``with view._owner``."""
+        s, width = self._struct, 4 if self.dtype == "float32" else 2
+        sides = (
+            (s.k, s.head_dim_k, s.k_block_stride, s.k_head_stride, s.k_token_stride),
+            (s.v, s.head_dim_v, s.v_block_stride, s.v_head_stride, s.v_token_stride),
+        )
+        axes = (s.n_blocks, s.n_kv_heads, s.block_tokens)
+        k, v = (_strided(address, width, (*axes, dim), (*steps, 1)) for address, dim, *steps in sides)
+        return k, v
+
     def _library(self) -> Lib:
         self._lib = self._lib or load()
         return self._lib
@@ -160,6 +183,15 @@ def whole_rows(a: NDArray[Any]) -> NDArray[Any]:
     if not uneven and (a.shape[-1] <= 1 or a.strides[-1] == a.itemsize):
         return a
     return np.array(a, order="C", subok=False)
+
+
+def _strided(address: int, width: int, shape: tuple[int, ...], steps: tuple[int, ...]) -> NDArray[Any]:
+    """Memory as unsigned integers of ``width`` bytes; the step of an axis of one may be anything."""
+    if 0 in shape:
+        return np.empty(shape, f"u{width}")
+    n = 1 + sum((count - 1) * step for count, step in zip(shape, steps, strict=True))
+    flat = block_view(address, (n * width // 2,)).view(f"u{width}")
+    return np.lib.stride_tricks.as_strided(flat, shape, [step * width for step in steps])
 
 
 def _stored(fn: str, name: str, value: Any) -> NDArray[Any]:
