@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Final, NoReturn, Protocol
 
 import tinyllm
-from tinyllm.cli import bench, demo, diff, info, selftest
+from tinyllm.cli import bench, demo, diff, info, look, selftest
 from tinyllm.cli.common import CliError
 
 __all__ = ["COMMANDS", "CliError", "main"]
@@ -37,7 +37,7 @@ class Command(Protocol):
     def run(self, args: argparse.Namespace) -> int: ...
 
 
-COMMANDS: Final[tuple[Command, ...]] = (info, selftest, bench, demo, diff)
+COMMANDS: Final[tuple[Command, ...]] = (info, selftest, bench, demo, diff, look)
 
 DONE, FINDING, FAILED = 0, 1, 2
 INTERRUPTED, PIPE_CLOSED = 130, 141  # what a shell reports of a program that SIGINT or SIGPIPE ended

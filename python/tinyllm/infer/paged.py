@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,8 @@ from tinyllm.ffi.libtinyllm import (
     u32_ptr,
 )
 from tinyllm.kv_view import KVView
+from tinyllm.observe.metrics import prometheus
+from tinyllm.observe.picture import Picture
 from tinyllm.observe.snapshot import Snapshot, pool_blocks, sequence_state
 
 __all__ = ["OutOfBlocks", "PagedKVCache"]
@@ -376,6 +378,36 @@ class PagedKVCache:
         if path is not None:
             taken.save(path)
         return taken
+
+    def look(self, mass: Mapping[Hashable, NDArray[np.floating[Any]]] | None = None) -> Picture:
+        """A picture of the pool and its block tables as they are now: printed it is text for a terminal, in a
+        notebook SVG; ``look().save("cache.svg")`` keeps it.
+
+        mass: what ``attention_mass`` says of a sequence, float [H,n] or [n], drawn beside its table.
+
+        >>> print(cache.look())
+
+        Raises: KeyError for an unknown sequence in ``mass``; TypeError, ValueError for what is no float array
+        over its table.
+        """
+        taken = self.snapshot()
+        places = {seq_id: i for i, seq_id in enumerate(self._sequences)}
+        for seq_id in mass or {}:
+            self._sequence("look", seq_id)
+        return Picture(taken, {places[seq_id]: a for seq_id, a in (mass or {}).items()})
+
+    def metrics(self, **labels: str) -> str:
+        """The counters of ``snapshot()`` as Prometheus reads them (text format 0.0.4), with these labels.
+
+        >>> cache.metrics(model="smollm2").splitlines()[2]
+        'tinyllm_kv_cache_usage_ratio{model="smollm2"} 0.25'
+
+        Raises: ValueError for a name that labels cannot have; TypeError for a value that is no string.
+        """
+        return prometheus(self.snapshot(), labels)
+
+    def _repr_svg_(self) -> str:
+        return self.look().svg()
 
     # --- lifetime -------------------------------------------------------------------------------------------
 

@@ -95,15 +95,26 @@ class Snapshot:
     evictions: int = 0
     failed_allocations: int = 0
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The dimensions of the pool, and the bytes of a block."""
+        return {name: getattr(self, name) for name in _SIZES}
+
     # --- what follows from it -------------------------------------------------------------------------------
+
+    @cached_property
+    def rows(self) -> tuple[NDArray[np.int64], ...]:
+        """For each sequence the rows of ``blocks`` that it holds, in the order of its table."""
+        ids = self.blocks["id"].copy()  # side by side, to be searched in
+        return tuple(np.searchsorted(ids, sequence.held) for sequence in self.sequences)
 
     @cached_property
     def holders(self) -> NDArray[np.int64]:
         """int64, one per row of ``blocks``: how many entries of tables name it."""
-        held = [sequence.held for sequence in self.sequences]
-        ids = np.concatenate(held) if held else np.empty(0, np.int64)
-        rows = np.searchsorted(self.blocks["id"], ids)
-        return np.bincount(rows, minlength=len(self.blocks)).astype(np.int64)
+        count = np.zeros(len(self.blocks), np.int64)
+        for rows in self.rows:
+            np.add.at(count, rows, 1)
+        return count
 
     @cached_property
     def unowned(self) -> NDArray[np.int64]:
@@ -202,7 +213,7 @@ class Snapshot:
         return {
             "format": FORMAT,
             "version": VERSION,
-            "pool": {name: getattr(self, name) for name in _SIZES},
+            "pool": self.sizes,
             "counts": {name: getattr(self, name) for name in _COUNTS},
             "blocks": {name: blocks[name].tolist() for name in ("id", "refs", "fill")},
             "hashes": {str(block["id"]): f"{block['hash']:016x}" for block in registered},
@@ -216,15 +227,11 @@ class Snapshot:
 # --- taking one ---------------------------------------------------------------------------------------------
 
 
-def sequence_state(
-    seq_id: Hashable, table: NDArray[Any], gone: int, lengths: Iterable[int]
-) -> SequenceState:
+def sequence_state(seq_id: Hashable, table: NDArray[Any], gone: int, lengths: Iterable[int]) -> SequenceState:
     """A sequence of a cache: its name is ``seq_id`` where that is a string, else what repr says of it."""
     ids = table.astype(np.int64)
     ids[:gone] = -1
-    return SequenceState(
-        seq_id if isinstance(seq_id, str) else repr(seq_id), _read_only(ids), tuple(lengths)
-    )
+    return SequenceState(seq_id if isinstance(seq_id, str) else repr(seq_id), _read_only(ids), tuple(lengths))
 
 
 def pool_blocks(lib: Lib, pool: int, num_blocks: int, sequences: Iterable[SequenceState]) -> NDArray[Any]:

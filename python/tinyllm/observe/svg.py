@@ -1,0 +1,363 @@
+# SPDX-License-Identifier: MIT
+"""The picture of a cache as SVG: what ``terminal`` shows, with tooltips.
+
+One self-contained document with its own background, so that it reads on light and dark pages alike; no
+scripts, styles or ids that could meet those of a page. Its size is bounded whatever the pool's is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+from xml.sax.saxutils import escape, quoteattr
+
+from tinyllm.observe.layout import (
+    CACHED,
+    FREE,
+    KEYS,
+    OWNED,
+    SEVERAL,
+    SHARED,
+    UNOWNED,
+    Cells,
+    Mass,
+    Strip,
+    columns,
+    harmless,
+    percent,
+    plural,
+    pool_cells,
+    ranges_of,
+    strips_of,
+    title,
+    tokens_of,
+    warnings,
+)
+from tinyllm.observe.snapshot import SequenceState, Snapshot
+
+__all__ = ["svg"]
+
+_WIDTH: Final = 960
+_LEFT, _RIGHT = 24, 936
+_LABELS: Final = 64  # width of the block ids left of the map
+_MAP: Final = _LEFT + _LABELS
+_ACROSS, _ROWS = 32, 16  # cells of the map; twice as many across where they do not fit in half the rows
+_SEQUENCES: Final = 20
+_TABLE: Final = 430  # where ids and strips begin
+_STRIP: Final = 320  # width of a strip, 64 bars at most
+
+_SANS: Final = "system-ui, 'Segoe UI', 'Helvetica Neue', 'DejaVu Sans', sans-serif"
+_MONO: Final = "ui-monospace, 'DejaVu Sans Mono', Menlo, Consolas, monospace"
+_PAPER, _INK, _MUTED, _EMPTY = "#ffffff", "#1f2933", "#5f6b7a", "#e6eaee"
+_HATCHED: Final = "#f5f7fa"
+_SHARED, _SEVERAL, _ALARM = "#3e4c59", "#8895a3", "#c81e1e"
+_HEAT: Final = ((0xEE, 0xF2, 0xF7), (0x08, 0x30, 0x6B))  # nothing, the most
+
+# The palette of Okabe and Ito, which colour-blind eyes tell apart, and the ink that reads on each.
+_OWNERS: Final = (
+    ("#56b4e9", _INK), ("#e69f00", _INK), ("#009e73", _PAPER), ("#cc79a7", _INK), ("#f0e442", _INK),
+    ("#0072b2", _PAPER), ("#d55e00", _PAPER),
+)  # fmt: skip
+
+
+def svg(snapshot: Snapshot, mass: Mass) -> str:
+    """The document, well-formed XML whatever the sequences are called."""
+    page = _Page(snapshot, mass)
+    body = "\n".join(page.draw())
+    height = page.y
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height:g}" '
+        f'viewBox="0 0 {_WIDTH} {height:g}" font-family="{_SANS}" font-size="12" fill="{_INK}" '
+        f'role="img" aria-label={quoteattr(title(snapshot))}>\n'
+        f'<rect width="{_WIDTH}" height="{height:g}" rx="8" fill="{_PAPER}" stroke="{_EMPTY}"/>\n'
+        f"{body}\n</svg>\n"
+    )
+
+
+class _Page:
+    """Draws from the top down; ``y`` is where the next thing goes."""
+
+    def __init__(self, snapshot: Snapshot, mass: Mass) -> None:
+        self.snapshot, self.mass = snapshot, mass
+        self.names = [harmless(s.name, 40) for s in snapshot.sequences]
+        self.y = 0.0
+
+    def draw(self) -> Iterator[str]:
+        yield _text(_LEFT, 34, title(self.snapshot), size=15, weight=600, room=_RIGHT - _LEFT)
+        self.y = 52
+        yield from self.tiles()
+        yield from self.alarm()
+        yield from self.pool_map()
+        yield from self.tables()
+        self.y += 16
+
+    # --- numbers ---
+
+    def tiles(self) -> Iterator[str]:
+        c = self.snapshot.counters
+        tiles = (
+            ("blocks", percent(c["blocks_used"] / c["blocks_total"]),
+             f"{c['blocks_used']} of {c['blocks_total']} used, at most {c['blocks_high_water']}",
+             f"{c['blocks_cached']} cached, {c['blocks_free']} free"),
+            ("tokens", percent(c["tokens"] / c["slots"]),
+             f"{c['tokens']} in {plural(c['slots'], 'slot')}",
+             f"{plural(c['tail_waste'], 'slot')} of used blocks empty"),
+            ("sharing", plural(c["blocks_shared"], "block"),
+             f"{plural(c['blocks_saved'], 'block')} saved by it",
+             f"{plural(c['copies_on_write'], 'block')} copied on write"),
+            ("pressure", plural(c["failed_allocations"], "failure"),
+             f"{plural(c['failed_allocations'], 'allocation')} found too few blocks",
+             f"{plural(c['evictions'], 'cached block')} evicted"),
+        )  # fmt: skip
+        wide, gap = 219, 12
+        for i, (head, big, *lines) in enumerate(tiles):
+            x = _LEFT + i * (wide + gap)
+            yield f'<rect x="{x}" y="{self.y:g}" width="{wide}" height="82" rx="6" fill="#f5f7fa"/>'
+            yield _text(x + 12, self.y + 19, head, fill=_MUTED, size=11)
+            yield _text(x + 12, self.y + 42, big, size=20, weight=600, room=wide - 24)
+            for j, line in enumerate(lines):
+                yield _text(x + 12, self.y + 59 + 15 * j, line, fill=_MUTED, size=11, room=wide - 24)
+        self.y += 82
+
+    def alarm(self) -> Iterator[str]:
+        for warning in warnings(self.snapshot):
+            self.y += 12
+            wide, said = _RIGHT - _LEFT, f"leak: {warning}"
+            yield f'<rect x="{_LEFT}" y="{self.y:g}" width="{wide}" height="26" rx="6" fill="{_ALARM}"/>'
+            yield _text(_LEFT + 12, self.y + 17.5, said, fill=_PAPER, weight=600, room=wide - 24)
+            self.y += 26
+
+    # --- the map ---
+
+    def pool_map(self) -> Iterator[str]:
+        small = self.snapshot.num_blocks <= _ACROSS * _ROWS // 2
+        across = _ACROSS if small else 2 * _ACROSS
+        cells = pool_cells(self.snapshot, across * _ROWS)
+        pitch = (_RIGHT - _MAP) / across
+        side = pitch - (2 if small else 1.5)
+        holders = self.holders() if cells.per == 1 else {}
+        yield self.heading(
+            "pool", f"a cell is {plural(cells.per, 'block')}, coloured as high as it is filled"
+        )
+        n = len(cells.kind)
+        for begin in range(0, n, across):
+            end = min(begin + across, n)
+            y = self.y + side / 2
+            first = str(begin * cells.per)
+            yield _text(_MAP - 8, y + 4, first, fill=_MUTED, size=10, anchor="end", mono=True)
+            yield (
+                f'<path d="M{_MAP} {y:g}h{(end - begin) * pitch:g}" stroke="{_EMPTY}" '
+                f'stroke-width="{side:g}" stroke-dasharray="{side:g} {pitch - side:g}"/>'
+            )
+            for i in range(begin, end):
+                if cells.kind[i] != FREE:
+                    said = escape(self.said(cells, i, holders))
+                    box = _Box(_MAP + (i - begin) * pitch, self.y, side)
+                    yield f"<g><title>{said}</title>{self.cell(cells, i, box)}</g>"
+            self.y += pitch
+        yield from self.legend(cells)
+
+    def holders(self) -> dict[int, list[int]]:
+        """Who holds each block."""
+        found: dict[int, list[int]] = {}
+        for i, sequence in enumerate(self.snapshot.sequences):
+            for block in sequence.held.tolist():
+                found.setdefault(block, []).append(i)
+        return found
+
+    def said(self, cells: Cells, i: int, holders: dict[int, list[int]]) -> str:
+        """The tooltip of a cell."""
+        s, first = self.snapshot, i * cells.per
+        filled = f"{percent(float(cells.level[i]))} filled"
+        if cells.per > 1:
+            return f"blocks {first}-{min(first + cells.per, s.num_blocks) - 1}: {filled}"
+        row = s.blocks[s.blocks["id"].searchsorted(first)]
+        who = holders.get(first, [])
+        names = ", ".join(self.names[j] for j in who[:6]) or "nobody"
+        more = f" and {len(who) - 6} more" if len(who) > 6 else ""
+        state = "cached" if cells.kind[i] == CACHED else plural(int(row["refs"]), "reference")
+        parts = [f"block {first}: {names}{more}", state, f"{row['fill']} of {plural(s.block_size, 'token')}"]
+        return "; ".join(parts + ([f"hash {row['hash']:016x}"] if row["hash"] else []))
+
+    def cell(self, cells: Cells, i: int, box: _Box) -> str:
+        kind, level = cells.kind[i], float(cells.level[i])
+        if kind == CACHED:
+            return box.cached()
+        if kind == UNOWNED:
+            return box.alarm()
+        if kind == SHARED:
+            refs = int(cells.refs[i])
+            return box.filled(level, _SHARED, _PAPER, str(refs) if refs < 100 else "+")
+        if kind == SEVERAL:
+            return box.filled(level, _SEVERAL, _INK, "")
+        owner = int(cells.owner[i])
+        return box.filled(level, *_OWNERS[owner % len(_OWNERS)], KEYS[owner % len(KEYS)])
+
+    def legend(self, cells: Cells) -> Iterator[str]:
+        there = set(cells.kind.tolist())
+        again = "; colours and letters return" if len(self.snapshot.sequences) > len(_OWNERS) else ""
+        entries = (
+            (OWNED, f"of one sequence{again}"), (SHARED, "shared (references)"), (SEVERAL, "of several"),
+            (CACHED, "cached"), (FREE, "free"), (UNOWNED, "leak"),
+        )  # fmt: skip
+        x = float(_MAP)
+        self.y += 8
+        for kind, words in entries:
+            if kind not in there:
+                continue
+            box = _Box(x, self.y, 16)
+            yield {
+                OWNED: box.filled(0.6, *_OWNERS[0], ""),
+                SHARED: box.filled(1, _SHARED, _PAPER, "2"),
+                SEVERAL: box.filled(0.6, _SEVERAL, _INK, ""),
+                CACHED: box.cached(),
+                FREE: box.filled(1, _EMPTY, _INK, ""),
+                UNOWNED: box.alarm(),
+            }[kind]
+            yield _text(x + 22, self.y + 12, words, fill=_MUTED, size=11)
+            x += 22 + 6.2 * len(words) + 20
+        self.y += 16
+
+    def heading(self, word: str, more: str) -> str:
+        self.y += 34
+        drawn = _text(_LEFT, self.y, word, size=14, weight=600) + _text(
+            _LEFT + 9.2 * len(word) + 10, self.y, more, fill=_MUTED, size=11
+        )
+        self.y += 12
+        return drawn
+
+    # --- the tables ---
+
+    def tables(self) -> Iterator[str]:
+        sequences = self.snapshot.sequences
+        if not sequences:
+            return
+        yield self.heading("sequences", "block ids in the order of the table; dark ones are shared")
+        for i, sequence in enumerate(sequences[:_SEQUENCES]):
+            fill, ink = _OWNERS[i % len(_OWNERS)]
+            yield _Box(_LEFT, self.y, 18).filled(1, fill, ink, KEYS[i % len(KEYS)])
+            yield _text(_LEFT + 26, self.y + 13, harmless(sequence.name, 22), weight=600, room=158)
+            blocks, runs = plural(len(sequence.held), "block"), plural(sequence.runs, "run")
+            counts = f"{tokens_of(sequence)} · {blocks} · {runs}"
+            yield _text(_LEFT + 196, self.y + 13, counts, fill=_MUTED, size=11, room=_TABLE - _LEFT - 206)
+            yield from self.chips(i, fill)
+            self.y += 24
+            if i in self.mass:
+                yield from self.strips(i, sequence)
+        if len(sequences) > _SEQUENCES:
+            yield _text(_LEFT + 26, self.y + 13, f"... and {len(sequences) - _SEQUENCES} more", fill=_MUTED)
+            self.y += 24
+
+    def chips(self, i: int, fill: str) -> Iterator[str]:
+        """The ranges of a table."""
+        sequence = self.snapshot.sequences[i]
+        x, left = float(_TABLE), len(sequence.held)
+        if sequence.gone:
+            text = f"{sequence.gone} gone"
+            yield (
+                f'<rect x="{x + 0.5:g}" y="{self.y + 0.5:g}" width="{_chip(text) - 1:g}" height="17" '
+                f'rx="4" fill="none" stroke="{_MUTED}" stroke-dasharray="3 2"/>'
+            )
+            yield _text(x + 5, self.y + 12.5, text, fill=_MUTED, size=10, mono=True)
+            x += _chip(text) + 4
+        for piece in ranges_of(self.snapshot, i, 64):
+            text, more = str(piece), f"... and {left} more"
+            if x + _chip(text) + (_chip(more) if left > len(piece) else 0) > _RIGHT:
+                yield _text(x + 2, self.y + 12.5, more, fill=_MUTED, size=10, mono=True)
+                return
+            paint = f'fill="{_SHARED}"' if piece.shared else f'fill="{fill}" fill-opacity="0.35"'
+            yield f'<rect x="{x:g}" y="{self.y:g}" width="{_chip(text):g}" height="18" rx="4" {paint}/>'
+            ink = _PAPER if piece.shared else _INK
+            yield _text(x + 5, self.y + 12.5, text, fill=ink, size=10, mono=True)
+            x, left = x + _chip(text) + 4, left - len(piece)
+
+    def strips(self, i: int, sequence: SequenceState) -> Iterator[str]:
+        for strip in strips_of(self.mass[i], 64):
+            yield _text(_TABLE - 10, self.y + 9.5, strip.label, fill=_MUTED, size=10, anchor="end")
+            pitch = min(16.0, _STRIP / len(strip.bars))
+            for j, bar in enumerate(strip.bars):
+                first = j * strip.per
+                last = min(first + strip.per, len(sequence.table)) - 1
+                where = f"block {sequence.table[first]}" if first == last else f"entries {first}-{last}"
+                yield (
+                    f'<rect x="{_TABLE + j * pitch:g}" y="{self.y:g}" width="{pitch - 1:g}" height="12" '
+                    f'fill="{_heat(float(bar), strip)}"><title>{where}: {percent(float(bar))}</title></rect>'
+                )
+            said = f"{percent(strip.most)} in block {sequence.table[strip.peak]}"
+            said += f", sink {percent(strip.rest)}" if strip.rest > 5e-4 else ""
+            yield _text(_TABLE + pitch * len(strip.bars) + 6, self.y + 9.5, said, fill=_MUTED, size=10)
+            self.y += 15
+        self.y += 6
+
+
+class _Box:
+    """A square cell at x, y."""
+
+    def __init__(self, x: float, y: float, side: float) -> None:
+        self.x, self.y, self.side = x, y, side
+
+    def _rect(self, part: float, paint: str) -> str:
+        """The lower ``part`` of it."""
+        high = self.side * part
+        top = self.y + self.side - high
+        return f'<rect x="{self.x:g}" y="{top:g}" width="{self.side:g}" height="{high:g}" {paint}/>'
+
+    def _mark(self, text: str, ink: str) -> str:
+        if not text or self.side < 10:
+            return ""
+        size = min(11.0, 0.8 * self.side, 1.4 * self.side / len(text))
+        x, y = self.x + self.side / 2, self.y + self.side / 2 + 0.36 * size
+        return _text(x, y, text, fill=ink, size=size, anchor="middle", weight=600)
+
+    def filled(self, level: float, fill: str, ink: str, mark: str) -> str:
+        """Filled from below, the rest in a light shade."""
+        if level == 1:
+            return self._rect(1, f'fill="{fill}"') + self._mark(mark, ink)
+        whole = self._rect(1, f'fill="{fill}" fill-opacity="0.25"')
+        return whole + self._rect(level, f'fill="{fill}"') + self._mark(mark, ink if level > 0.7 else _INK)
+
+    def cached(self) -> str:
+        """Hatched."""
+        x, y, n, half = self.x, self.y, self.side, self.side / 2
+        lines = (
+            f"M{x:g} {y + half:g}l{half:g} {-half:g}m0 {n:g}l{half:g} {-half:g}M{x:g} {y + n:g}l{n:g} {-n:g}"
+        )
+        hatch = f'<path d="{lines}" stroke="{_SEVERAL}" stroke-width="1.5"/>'
+        return self._rect(1, f'fill="{_HATCHED}"') + hatch
+
+    def alarm(self) -> str:
+        """Red, with a question mark where there is room."""
+        return self._rect(1, f'fill="{_ALARM}"') + self._mark("?", _PAPER)
+
+
+def _heat(bar: float, strip: Strip) -> str:
+    tallest = float(strip.bars.max())
+    part = bar / tallest if tallest > 0 else 0.0
+    low, high = _HEAT
+    return "#" + "".join(f"{round(a + (b - a) * part):02x}" for a, b in zip(low, high, strict=True))
+
+
+def _chip(text: str) -> float:
+    return 10 + 6.1 * len(text)
+
+
+def _text(
+    x: float,
+    y: float,
+    text: str,
+    *,
+    size: float = 12,
+    fill: str = _INK,
+    weight: int = 400,
+    anchor: str = "start",
+    mono: bool = False,
+    room: float | None = None,
+) -> str:
+    """A line of text; smaller where it might not fit in ``room``."""
+    if room is not None:
+        size = min(size, round(room / (0.62 * max(1, columns(text))), 1))
+    more = f' fill="{fill}"' if fill != _INK else ""
+    more += f' font-weight="{weight}"' if weight != 400 else ""
+    more += f' text-anchor="{anchor}"' if anchor != "start" else ""
+    more += f' font-family="{_MONO}"' if mono else ""
+    return f'<text x="{x:g}" y="{y:g}" font-size="{size:g}"{more}>{escape(text)}</text>'
