@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: MIT
+"""The attention function and the mask function that transformers calls, and ``register``.
+
+Where K and V lie decides who answers: a ``Packed`` batch that came as the keyword ``tl_batch``, the
+``PagedCache`` that marked the keys, or nobody: then attention reads the keys and values it was given (no
+cache, or a cache of transformers that returns the whole past). Whatever would change the result and is not
+computed here raises.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
+
+from tinyllm.attention import paged_attention
+from tinyllm.hf.rows import Scoring, Tensor, as_f32, rows_of, threads_of
+from tinyllm.kv_view import KVView
+
+__all__ = ["register"]
+
+MARK = "_tinyllm_cache"  # attribute of keys that a PagedCache has yet to store
+
+# Arguments of some models that would change the result, and what to do about them.
+_NOT_COMPUTED = {
+    "position_bias": "attention with a position bias is not supported",
+    "head_mask": "masks of heads are not supported",
+    "output_attentions": "attention weights are never there: use attn_implementation='eager' for them",
+    "cu_seq_lens_q": "sequences packed into one row: see tinyllm.hf.forward_packed",
+    "cu_seq_lens_k": "sequences packed into one row: see tinyllm.hf.forward_packed",
+}
+
+
+def register(name: str = "tinyllm") -> None:
+    """Makes ``attn_implementation=name`` known to transformers; a second time changes nothing.
+
+    >>> register()
+    >>> model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="tinyllm")
+
+    Raises: ValueError for a name with a slash (transformers would download it) or with "flash" in it
+    (transformers would look for a flash library).
+    """
+    if "/" in name or "|" in name or "flash" in name:
+        raise ValueError(
+            f"register: name = {name!r} means something else to transformers: no '/', '|' or 'flash'"
+        )
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, padding_mask)
+
+
+def attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    tl_batch: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls in every layer; returns [B,T,H,D] in the type of ``query``, and no weights.
+
+    Raises: ValueError and RuntimeError that say what to do; the errors of ``paged_attention``.
+    """
+    _refuse(module, (query, key, value), dropout, kwargs)
+    scoring = Scoring(
+        scale=scaling,
+        window=sliding_window or 0,
+        softcap=softcap or 0.0,
+        sink_logits=None if s_aux is None else as_f32(s_aux),
+    )
+    if tl_batch is not None:
+        out = tl_batch.attend(module.layer_idx, query, key, value, scoring)
+    elif (cache := getattr(key, MARK, None)) is not None:
+        out = cache.attend(module.layer_idx, query, key, value, attention_mask, scoring)
+    else:
+        out = attend_given(query, key, value, attention_mask, scoring)
+    return out.to(query.dtype), None
+
+
+def _refuse(module: Any, tensors: tuple[Tensor, ...], dropout: float, kwargs: dict[str, Any]) -> None:
+    """Raises for what is not computed here."""
+    if dropout:
+        raise ValueError(f"tinyllm attention: dropout = {dropout} is for training: model.eval()")
+    if any(t.requires_grad for t in tensors):
+        raise RuntimeError("tinyllm attention has no backward pass: call the model under torch.no_grad()")
+    if any(t.device.type != "cpu" for t in tensors):
+        raise ValueError(f"tinyllm attention runs on the CPU, and the model is on {tensors[0].device}")
+    causal = kwargs.get("is_causal")
+    if not (getattr(module, "is_causal", True) if causal is None else causal):
+        raise ValueError(
+            "tinyllm attention is causal, and this layer is not: use another attn_implementation"
+        )
+    for name, hint in _NOT_COMPUTED.items():
+        given = kwargs.get(name)
+        if given is not None and given is not False:
+            raise ValueError(f"tinyllm attention: {name} was given; {hint}")
+
+
+def attend_given(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
+    """Attention over the keys and values of the call, in their own type: the last query at the last key."""
+    n_batch, n_heads, n_columns, _ = query.shape
+    out = torch.zeros((n_batch, n_columns, n_heads, value.shape[-1]))
+    rows, first = rows_of(query), 0
+    if mask is None:
+        _over(rows, key, value, n_columns, scoring, out.flatten(0, 1))
+        return out
+    for s, pads in enumerate(padding_of(mask, n_batch, key.shape[2])):
+        skip = max(0, pads - (key.shape[2] - n_columns))
+        first, end = s * n_columns + skip, (s + 1) * n_columns
+        if first < end:
+            mine = slice(s, s + 1)
+            _over(
+                rows[first:end], key[mine, :, pads:], value[mine, :, pads:], n_columns - skip, scoring,
+                out.flatten(0, 1)[first:end],
+            )  # fmt: skip
+    return out
+
+
+def _over(rows: Tensor, key: Tensor, value: Tensor, n_rows: int, scoring: Scoring, out: Tensor) -> None:
+    """``n_rows`` rows of each sequence over its keys and values, read in place: a block is a sequence."""
+    n_batch, _, n_keys, _ = key.shape
+    view = KVView.from_arrays(_in_place(key), _in_place(value), dtype=str(key.dtype).removeprefix("torch."))
+    paged_attention(
+        as_f32(rows), view, np.arange(n_batch, dtype=np.int32)[:, None], [n_keys] * n_batch,
+        cu_seqlens_q=np.arange(n_batch + 1, dtype=np.int32) * np.int32(n_rows),
+        threads=threads_of(None), out=out.numpy(), **scoring,
+    )  # fmt: skip
+
+
+def _in_place(tensor: Tensor) -> NDArray[Any]:
+    """The memory of K or V; bfloat16, which numpy does not have, as the integers it is."""
+    tensor = tensor.detach() if tensor.stride(-1) == 1 else tensor.detach().contiguous()
+    array: NDArray[Any] = (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    return array
+
+
+def padding_of(mask: Tensor, n_batch: int, n_columns: int) -> list[int]:
+    """How many columns of padding each sequence begins with, by the mask that transformers hands over.
+
+    Raises: ValueError for a mask of another form: padding is on the left or nowhere.
+    """
+    if mask.ndim != 2 or tuple(mask.shape) != (n_batch, n_columns):
+        raise ValueError(
+            f"tinyllm attention: attention_mask has shape {tuple(mask.shape)}, expected [B,T] = "
+            f"{(n_batch, n_columns)}; masks of pairs are not supported, and sequences packed into one row "
+            "go through tinyllm.hf.forward_packed"
+        )
+    seen = mask.bool()
+    pads = n_columns - seen.sum(1)
+    if not torch.equal(seen, torch.arange(n_columns) >= pads[:, None]):
+        raise ValueError(
+            "tinyllm attention: attention_mask hides columns after the first that is seen; padding goes on "
+            "the left: tokenizer.padding_side = 'left'"
+        )
+    found: list[int] = pads.tolist()
+    return found
+
+
+# --- masks --------------------------------------------------------------------------------------------------
+
+
+def padding_mask(
+    batch_size: int,
+    kv_length: int,
+    q_length: int | None = None,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    cache_position: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor | None:
+    """What transformers calls before the layers: the columns that are padding, bool [B,T], or None for none.
+
+    The causal edge and the window are the kernel's own. Sequences packed into one row give a mask that nobody
+    but a ``Packed`` batch accepts.
+
+    Raises: ValueError for a pattern that is neither causal nor a causal window, and for a cache longer than
+    what it holds (a static one).
+    """
+    pattern = _pattern(mask_function)
+    if pattern is None:
+        raise ValueError(
+            "tinyllm attention: the model asks for a mask that is neither causal nor a sliding window "
+            "(bidirectional, chunked or of a modality): use another attn_implementation"
+        )
+    end = q_offset + (q_length or 0)
+    if q_length is None and cache_position is not None:  # before transformers 5.6
+        end = int(cache_position[-1]) + 1
+    if kv_offset + kv_length != end:
+        raise ValueError(
+            f"tinyllm attention: keys end at {kv_offset + kv_length} and queries at {end}, as in a static "
+            "cache: use tinyllm.hf.PagedCache or a dynamic one"
+        )
+    if pattern == "packed":
+        return torch.empty(0)
+    if attention_mask is None or attention_mask[:, -kv_length:].all():
+        return None
+    return attention_mask[:, -kv_length:]
+
+
+def _pattern(mask_function: Callable[..., Any]) -> str | None:
+    """One of causal, window and packed; None for a function that transformers made otherwise."""
+    if mask_function is causal_mask_function:
+        return "causal"
+    name = getattr(mask_function, "__qualname__", "").split(".")[0]
+    if name not in ("and_masks", "remap_positions_for_packed_sequence"):
+        return None
+    parts = [part for value in inspect.getclosurevars(mask_function).nonlocals.values()
+             for part in (value if isinstance(value, tuple) else (value,)) if callable(part)]  # fmt: skip
+    if name == "and_masks" and len(parts) == 2:
+        first, second = (getattr(part, "__qualname__", "").split(".")[0] for part in parts)
+        if first == "sliding_window_overlay" and parts[1] is causal_mask_function:
+            return "window"
+        if second == "packed_sequence_mask_function" and _pattern(parts[0]):
+            return "packed"
+    if name == "remap_positions_for_packed_sequence" and len(parts) == 1:
+        return _pattern(parts[0])
+    return None
