@@ -9,7 +9,6 @@ same memory are read on as many threads: that is the roof, and both meet the mac
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -33,6 +32,7 @@ from tinyllm.cli.common import (
     heads,
     human_bytes,
     instruction_set,
+    is_terminal,
     library,
     number,
     print_json,
@@ -318,7 +318,7 @@ def measure(work: Workload, seconds: float) -> Result:
 
 def progress(text: str) -> None:
     """A line on stderr that the next one replaces, where stderr is a terminal."""
-    if sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
+    if is_terminal(sys.stderr):
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
 

@@ -77,14 +77,14 @@ def human_bytes(n: float) -> str:
     return f"{n:.3g} TiB"
 
 
-def has_colour(stream: TextIO) -> bool:
-    """Whether ``stream`` is a terminal that wants colour (NO_COLOR and TERM=dumb say no)."""
-    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+def is_terminal(stream: TextIO | None) -> bool:
+    """Whether ``stream`` is a terminal that can do more than print (TERM=dumb); a closed one is None."""
+    return stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def bold(text: str) -> str:
     """``text`` for stdout, bold where that shows."""
-    return f"\x1b[1m{text}\x1b[0m" if has_colour(sys.stdout) else text
+    return f"\x1b[1m{text}\x1b[0m" if is_terminal(sys.stdout) and not os.environ.get("NO_COLOR") else text
 
 
 # --- arguments ----------------------------------------------------------------------------------------------

@@ -175,9 +175,7 @@ def prove(lib: Lib) -> int:
             digests.append(on(lib, isa))
             show(f"all eight, {isa}", digests)
     same = len(set(digests)) == 1
-    verdict = (
-        "Equal, to the last bit." if same else "THEY DIFFER. `tinyllm selftest` says which operation does."
-    )
+    verdict = "Equal, to the last bit." if same else "They differ: `tinyllm selftest` looks closer."
     print(f"\n   {bold(verdict)}\n\n`make demo` in a checkout runs a real language model this way.")
     return 0 if same else 1
 

@@ -103,7 +103,10 @@ def examine(lib: Lib, isa: str) -> Verdict:
 
 def _death(status: int, stderr: str) -> str:
     if status < 0:
-        return f"the process was ended by {signal.Signals(-status).name}"
+        try:
+            return f"the process was ended by {signal.Signals(-status).name}"
+        except ValueError:
+            return f"the process was ended by signal {-status}"
     last = stderr.strip().splitlines()[-1:] or ["nothing on stderr"]
     return f"the process ended with status {status}: {last[0]}"
 
