@@ -18,7 +18,9 @@ from tinyllm.infer.paged import PagedKVCache
 from tinyllm.kv_view import KVView
 from tinyllm.modern.window import windowed_attention
 from tinyllm.observe.diff import diff
+from tinyllm.observe.mass import attention_mass
 from tinyllm.observe.recording import Recording, record
+from tinyllm.observe.snapshot import Snapshot
 from tinyllm.threads import ThreadPool
 
 __all__ = [
@@ -28,9 +30,11 @@ __all__ = [
     "OutOfBlocks",
     "PagedKVCache",
     "Recording",
+    "Snapshot",
     "ThreadPool",
     "TlError",
     "__version__",
+    "attention_mass",
     "diff",
     "flash_attention",
     "merge_states",

@@ -551,6 +551,9 @@ def test_after_close_every_method_says_closed(lib: Lib) -> None:
         "free": lambda: cache.free("a"),
         "stats": cache.stats,
         "num_free_blocks": cache.num_free_blocks,
+        "snapshot": cache.snapshot,
+        "look": cache.look,
+        "metrics": cache.metrics,
         "__enter__": cache.__enter__,
         "decode": lambda: paged_attention_decode(k, cache, ["a"], 0),
     }
