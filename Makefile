@@ -149,6 +149,18 @@ lint: .venv/lint.stamp ## mypy --strict, ruff, and the tidiness of every text
 	@.venv/bin/ruff check .
 	@tests/tidy.sh
 
+.PHONY: docs
+docs: .venv-docs/docs.stamp ## the reference as HTML in c/build/docs: C (needs doxygen) and Python (makes .venv-docs)
+	@command -v doxygen >/dev/null || { echo 'libtinyllm: needs doxygen: install it (Debian: apt-get install doxygen)' >&2; exit 1; }
+	$(call say,DOC,c/build/docs/c/index.html)
+	@mkdir -p c/build/docs && doxygen docs/Doxyfile
+	$(call say,DOC,c/build/docs/python/index.html)
+	@PYTHONPATH=python .venv-docs/bin/python -W error docs/reference/for_pdoc.py c/build/docs/python
+
+.venv-docs/docs.stamp: requirements-docs.txt tests/venv.sh
+	@tests/venv.sh "$(PYTHON)" .venv-docs $<
+	@touch $@
+
 $(B)/bench/%: bench/%.c $(wildcard bench/*.h) $(B)/libtinyllm.a $(B)/flags
 	$(call say,CC,$<)
 	@mkdir -p $(@D)

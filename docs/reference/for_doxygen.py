@@ -10,35 +10,32 @@ from __future__ import annotations
 
 import re
 import sys
+from html import escape
 from pathlib import Path
 from textwrap import dedent
 
 COMMENT = re.compile(r"/\*.*?\*/", re.S)
 CODES = re.compile(r"X\((TL_\w+), (\d+)\)[ \\]*(?:/\* (.*?) \*/)?")
+CODE_LIST = re.compile(r"#define (TL_\w+_LIST)\(X\)(.*\\\n)*.*")
 SUBJECT = r"(?:Errors|Threads|Bits|Cost|Checked|Only|TL_E[A-Z]+(?::| \()|NULL)"
 
 
 def translated(path: Path) -> str:
     text = path.read_text()
-    name = re.compile(rf"/\* ({path.name}|libtinyllm): ")
-    lists = {
-        found[1]: CODES.findall(found[0])
-        for found in re.finditer(r"#define (TL_\w+_LIST)\(X\)(.*\\\n)*.*", text)
-    }
+    lists = {found[1]: CODES.findall(found[0]) for found in CODE_LIST.finditer(text)}
     pieces, end = [], 0
     for comment in COMMENT.finditer(text):
-        code = text[end : comment.start()]
-        pieces.append(code)
+        pieces.append(text[end : comment.start()])
         end = comment.end()
-        line = text[text.rfind("\n", 0, comment.start()) + 1 : comment.start()]
-        if "SPDX" in comment[0] or line.lstrip().startswith("X("):
+        before = text[text.rfind("\n", 0, comment.start()) + 1 : comment.start()].strip()
+        if "SPDX" in comment[0] or before.startswith("X("):
             pieces.append(comment[0])
-        elif name.match(comment[0]):
-            pieces.append(
-                front_page(path, comment[0]) if path.name == "tinyllm.h" else file_comment(path, comment[0])
-            )
-        elif line.strip():
+        elif before:  # it stands behind what it is about
             pieces.append(f"/**< {prose(inside(comment[0]))} */")
+        elif comment[0].startswith("/* libtinyllm: "):
+            pieces.append(front_page(path, comment[0]))
+        elif comment[0].startswith(f"/* {path.name}: "):
+            pieces.append(file_comment(path, comment[0]))
         else:
             pieces.append(for_each_prototype(doxygen_comment(comment[0]), text[end:]))
             end += length_of_prototypes(text[end:])
@@ -55,9 +52,10 @@ def inside(comment: str) -> str:
 
 
 def prose(text: str) -> str:
-    """Words in which no character means anything to doxygen; `code` and names are set as code."""
-    text = re.sub(r"([\\@#%<>&])", r"\\\1", text)
-    return re.sub(r"`([^`]*)`", r"<tt>\1</tt>", text)
+    """Words in which no character means anything to doxygen (in quotes none does); `code` is set as code."""
+    parts = re.split(r'("[^"]*")', text)
+    parts[::2] = (escape(re.sub(r"([\\@#%])", r"\\\1", part), quote=False) for part in parts[::2])
+    return re.sub(r"`([^`]*)`", r"<tt>\1</tt>", "".join(parts).replace(" ..", " &hellip;"))
 
 
 def body(text: str) -> str:
