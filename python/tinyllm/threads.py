@@ -26,6 +26,8 @@ class ThreadPool:
     >>> with ThreadPool(4) as pool:
     ...     out = paged_attention_decode(q, cache, ["a", "b"], layer=0, threads=pool)
 
+    lib: a loaded library; None is the default one.
+
     Raises: TypeError for an ``n`` that is no integer, ValueError outside 0 .. 4096, TlError where a thread
     cannot be started.
     """

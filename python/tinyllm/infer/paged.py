@@ -97,8 +97,11 @@ class PagedKVCache:
     ...         cache.append("a", layer, k[layer], v[layer])  # [n_kv_heads, T, d_head]
     ...     cache.fork("a", "b")
 
-    lib: a loaded library; None is the default one. A sequence id is any hashable value.
-    An unknown id raises KeyError, a closed cache ClosedError, in every method.
+    lib: a loaded library; None is the default one.
+    seq_id, in every method: a sequence, by any hashable value. One that is unknown raises KeyError, a closed
+    cache ClosedError.
+    num_blocks, block_size, n_layers, n_kv_heads, d_head: how many blocks there are, positions in one, layers,
+    KV heads and elements of a row.
 
     Raises: ValueError for a size that is no positive integer below 2**32 (num_blocks: 2**31), or for a pool
     beyond the address space; TlError (``TL_ENOMEM``) where its memory cannot be reserved.

@@ -368,8 +368,8 @@ class Recording:
         return (self[i] for i in range(len(self)))
 
     def kv(self, call: Call, piece: int) -> tuple[NDArray[Any], NDArray[Any]] | None:
-        """K [positions,Hkv,Dk] and V [positions,Hkv,Dv] of a piece as unsigned integers, or None where they
-        were not kept. Raises ValueError where they are damaged."""
+        """K [positions,Hkv,Dk] and V [positions,Hkv,Dv] of a piece of ``call`` as unsigned integers, or
+        None where they were not kept. Raises ValueError where they are damaged."""
         if not self.keep_kv:
             return None
         low, high = call.piece_span(piece)
