@@ -13,8 +13,8 @@ B       := c/build
 SAN     :=
 RUN     :=
 
-# Uses every CPU unless told otherwise.
-ifeq ($(filter -j%,$(MAKEFLAGS)),)
+# Uses every CPU unless told otherwise, by -j or by the make that runs this one.
+ifeq ($(MAKELEVEL)$(filter -j%,$(MAKEFLAGS)),0)
 MAKEFLAGS += -j$(shell nproc 2>/dev/null || echo 1)
 endif
 
@@ -113,7 +113,7 @@ uninstall: ## removes what install wrote, given the same directories
 	@for file in $(INSTALLED); do rm -f "$(DESTDIR)$$file"; done
 	@for dir in $(INCLUDEDIR)/tinyllm $(LIBDIR)/cmake/tinyllm; do rmdir "$(DESTDIR)$$dir" 2>/dev/null || true; done
 
-.PHONY: test test-c test-py asan tsan sweep fuzz mutants lint
+.PHONY: test test-c test-py test-install asan tsan sweep fuzz mutants lint
 test: ## every test: C, then Python (makes .venv)
 	@$(MAKE) --no-print-directory test-c
 	@$(MAKE) --no-print-directory test-py
@@ -123,6 +123,13 @@ test-c: $(C_TESTS) ## the C tests alone; needs nothing but a C compiler
 
 test-py: all $(C_TESTS) .venv/test.stamp ## the Python tests alone
 	@TINYLLM_BUILD=$(B) .venv/bin/python -m pytest -q -n auto tests/L9.4
+
+test-install: all .venv-install/install.stamp ## wheel, sdist, pkg-config and CMake as their users meet them (needs cmake, pkg-config, g++)
+	@.venv-install/bin/python -m pytest -q -p no:cacheprovider --rootdir tests/install -c /dev/null tests/install
+
+.venv-install/install.stamp: tests/install/requirements.txt tests/venv.sh
+	@tests/venv.sh "$(PYTHON)" .venv-install $<
+	@touch $@
 
 # Watching the scope of every lane array would make the kernels take minutes to compile.
 asan: ## the C tests under AddressSanitizer, UBSan and the leak check

@@ -48,7 +48,7 @@ class LibraryHook(BuildHookInterface):  # type: ignore[type-arg]
     def _make(self, *words: str) -> None:
         if shutil.which("make") is None:
             self.app.abort(f"there is no make: {_NEEDS}")
-        outer = ("MAKEFLAGS", "MFLAGS")  # of a make that runs pip: its job server is closed to us
+        outer = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")  # of a make that runs pip: its jobs are closed to us
         done = subprocess.run(
             ["make", "--no-print-directory", *words],
             cwd=self.root,
