@@ -77,13 +77,14 @@ def test_help_names_every_command_and_every_exit_status(run: Run) -> None:
         assert re.search(rf"^    {name} ", text, re.MULTILINE), name
     for status in ("0", "1", "2", "130, 141"):
         assert re.search(rf"^  {status}  ", text, re.MULTILINE), status
+    assert all(len(line) <= 80 for line in text.splitlines())
 
 
 @pytest.mark.parametrize("name", OWN)
 def test_help_of_a_command_has_examples_that_its_parser_takes(name: str, run: Run) -> None:
     text = good(run(name, "--help"))
     examples = re.findall(rf"^  (?:\w+=\w+ )?tinyllm ({name}.*?)(?:   .*)?$", text, re.MULTILINE)
-    assert examples
+    assert examples and all(len(line) <= 80 for line in text.splitlines())
     for example in examples:
         cli._parser().parse_args(example.split())
 

@@ -37,26 +37,27 @@ class Command(Protocol):
     def run(self, args: argparse.Namespace) -> int: ...
 
 
-COMMANDS: Final[tuple[Command, ...]] = (info, selftest, bench, demo, diff, look)
+COMMANDS: Final[tuple[Command, ...]] = (info, selftest, bench, demo, look, diff)
 
 DONE, FINDING, FAILED = 0, 1, 2
 INTERRUPTED, PIPE_CLOSED = 130, 141  # what a shell reports of a program that SIGINT or SIGPIPE ended
 
 _EPILOG: Final = """\
 begin here:
-  tinyllm info                    is the library found, and what does this machine offer it?
-  tinyllm selftest                are its bits the right ones, on every instruction set?
-  tinyllm bench                   how fast is it here?
-  tinyllm demo                    what is it for?
-  tinyllm COMMAND --help          what a command answers, with examples
+  tinyllm info              is the library found, what does this machine offer it?
+  tinyllm selftest          has it the right bits, on every instruction set?
+  tinyllm bench             how fast is it here?
+  tinyllm demo              what is it for?
+  tinyllm COMMAND --help    what a command answers, with examples
 
 exit status:
   0  done, nothing amiss
-  1  done, and there is a finding: bits differ
+  1  done, and there is a finding: bits that differ, blocks with wrong references
   2  not done: bad arguments, no library, too little memory
   130, 141  interrupted; whoever read the output has gone
 
-Answers go to stdout, problems and progress to stderr; --json prints one JSON object.
+Answers go to stdout, problems and progress to stderr. With --json the answer is
+one JSON object. Colour is for terminals only, and NO_COLOR turns it off.
 """
 
 

@@ -42,16 +42,17 @@ from tinyllm.ffi.libtinyllm import TL_POOL_MAX_THREADS, Lib
 NAME: Final = "bench"
 HELP: Final = "how fast is a decode step of your shapes here, and how near the speed of memory?"
 EXAMPLES: Final = """\
-  tinyllm bench                                      one long chat of a model with 32/8 heads
-  tinyllm bench --ctx 1024,4096,16384 --batch 1,8    how it grows
-  tinyllm bench --heads 9/3 --dim 64 --threads 1,2   your model, your threads
-  TINYLLM_ISA=avx2 tinyllm bench                     another instruction set
+  tinyllm bench                                    one long chat, 32/8 heads
+  tinyllm bench --ctx 1024,4096 --batch 1,8        how it grows
+  tinyllm bench --heads 9/3 --dim 64 --threads 1   your model, your threads
+  TINYLLM_ISA=avx2 tinyllm bench                   another instruction set
 
-A decode step reads all K and V once, and memory limits it. `roof` is how fast the same number of
-bytes is merely read, in one straight line, on as many threads, in turns with the call: about the
-most this memory gives. (`make bench` in a checkout has a lower roof, which walks the blocks.)
-Times are those of one call for one layer, from Python. Outputs are compared with float64 first.
-Run it on a quiet machine.
+A decode step reads all K and V once, and memory limits it. `roof` is how fast
+the same number of bytes is merely read, in one straight line, on as many
+threads, in turns with the call: about the most this memory gives. (`make bench`
+in a checkout has a lower roof, which walks the blocks.) Times are those of one
+call for one layer, from Python. Outputs are compared with float64 first. Run it
+on a quiet machine.
 """
 
 _CACHES: Final = 4  # times the last level cache: what is read before the same bytes come again

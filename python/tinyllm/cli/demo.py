@@ -19,9 +19,9 @@ from tinyllm.cli.golden import Numbers
 from tinyllm.ffi.libtinyllm import Lib, load
 
 NAME: Final = "demo"
-HELP: Final = "eight chats over one prompt: shared blocks, copies on write, the same bits always"
+HELP: Final = "eight chats over one prompt: shared blocks, copies on write, equal bits"
 EXAMPLES: Final = """\
-  tinyllm demo          a few seconds, nothing is downloaded; exit status 1 where bits differ
+  tinyllm demo    a few seconds, no download; exit status 1 where bits differ
 """
 
 LAYERS, HEADS, KV_HEADS, WIDTH = 2, 8, 4, 64
@@ -55,7 +55,7 @@ class Chats:
 
     def __init__(self, lib: Lib, way: Way) -> None:
         copies = 1 if way.shared else CHATS
-        blocks = copies * (PROMPT // way.block + 1) + CHATS * (STEPS // way.block + 3)
+        blocks = copies * (PROMPT // way.block + 1) + CHATS * (STEPS // way.block + 2)
         self.cache = tinyllm.PagedKVCache(lib, blocks, way.block, LAYERS, KV_HEADS, WIDTH)
         self.way = way
         self._pool = tinyllm.ThreadPool(way.threads, lib=lib)
@@ -159,11 +159,13 @@ def tell(chats: Chats) -> None:
     print(f"   The prompt's last block, {PROMPT % b} of {b} full, was shared when the first token came:")
     print(f"   {copied} chats copied it before they wrote, and nothing else was ever copied.")
     print(f"   {1e3 * took / STEPS:.1f} ms a step. {used} blocks in use, not {alone}: {saved} saved.\n")
+    print(bold("4. What the pool looks like now, by cache.look()"))
+    print(cache.look(), end="\n\n")
 
 
 def prove(lib: Lib) -> int:
     """The same chats in every way, on every instruction set: 0 where all bits are the same."""
-    print(bold("4. The bits do not depend on how"))
+    print(bold("5. The bits do not depend on how"))
     print(f"   All that attention gave, {STEPS} steps x {LAYERS} layers x {CHATS} chats, as SHA-256:\n")
     digests = []
     own = instruction_set(lib)

@@ -28,16 +28,16 @@ NAME: Final = "info"
 HELP: Final = "which library is used, on which instruction set, and what this machine offers it"
 EXAMPLES: Final = """\
   tinyllm info
-  tinyllm info --json                                to go with a report of a fault
-  tinyllm info --heads 32/8 --dim 128 --layers 32    what a cache of this shape takes
+  tinyllm info --json                                to go with a report
+  tinyllm info --heads 32/8 --dim 128 --layers 32    what such a cache takes
 
-Where the library is not found or cannot be used, the rest is printed, the reason goes to stderr, and
-the exit status is 2.
+Where the library is not found or cannot be used, the rest is printed, the
+reason goes to stderr, and the exit status is 2.
 """
 
 _HUGE_PAGES: Final = {
     "always": "a cache lies in large ones where there are any",
-    "madvise": "a cache asks for large ones and gets them where there are any",
+    "madvise": "a cache asks for large ones, and gets what there are",
     "never": "there are no large ones, and a big cache is walked more slowly",
 }
 

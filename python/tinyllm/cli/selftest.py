@@ -20,12 +20,13 @@ NAME: Final = "selftest"
 HELP: Final = "do the results have the right bits, on every instruction set this machine has?"
 EXAMPLES: Final = f"""\
   tinyllm selftest           a few seconds; exit status 1 where any bit differs
-  tinyllm selftest --json    the digests, to compare with those of another machine
+  tinyllm selftest --json    the digests, to compare with another machine's
 
-It computes {len(golden.GROUPS)} groups of results (decode, chunks and prefill with their options, softmax,
-exp, the small formats, an export) from fixed numbers, on 1 and 2 threads, once per instruction
-set in a process of its own, and compares their SHA-256 with those kept for numerics version
-{golden.NUMERICS_VERSION}. Machines that pass give each other's bits.
+It computes {len(golden.GROUPS)} groups of results (decode, chunks and prefill with their options,
+softmax, exp, the small formats, an export) from fixed numbers, on 1 and 2
+threads, once per instruction set in a process of its own, and compares their
+SHA-256 with those kept for numerics version {golden.NUMERICS_VERSION}. Machines that pass give each
+other's bits.
 """
 
 
