@@ -44,7 +44,7 @@ INTERRUPTED, PIPE_CLOSED = 130, 141  # what a shell reports of a program that SI
 
 _EPILOG: Final = """\
 begin here:
-  tinyllm info              is the library found, what does this machine offer it?
+  tinyllm info              is the library found, and what machine is this?
   tinyllm selftest          has it the right bits, on every instruction set?
   tinyllm bench             how fast is it here?
   tinyllm demo              what is it for?
