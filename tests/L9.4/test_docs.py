@@ -5,7 +5,8 @@ A page is a session. Its blocks run from top to bottom in one new directory, and
 
     ```python                  runs, in the page's one namespace
     ```sh                      runs (sh -eu); `tinyllm` is the command of this checkout
-    ```text printed            is what the block before it printed; "..." stands for anything in a line
+    ```text printed            is what the block before it printed; "..." stands for anything in a line, and a
+                               line of it alone for any lines
     ```c                       a whole program: is compiled without a warning, linked, and runs
     ```c examples/NAME.c       stands there, character for character
     ```python no-run (WHY)     is only compiled; sh no-run (WHY) and c no-run (WHY) are only shown
@@ -24,12 +25,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from run_page import matches
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / os.environ.get("TINYLLM_BUILD", "c/build")
 PAGES = sorted(p for where in ("", "bench", "docs", "examples") for p in (ROOT / where).glob("*.md"))
 NEEDS_MORE = {"docs/transformers.md"}  # its blocks run in tests/hf, which has torch
 MINUTES = 3
+RUN_PAGE = Path(__file__).with_name("run_page.py")
 
 
 @dataclass(frozen=True)
@@ -72,29 +75,6 @@ def with_blocks(*languages: str) -> list[object]:
 
 # --- Python and shell ---------------------------------------------------------------------------------------
 
-# Runs the blocks of one page. On standard input: its name, and [[language, text, line, expected], ...]
-SESSION = """
-import contextlib, io, json, re, subprocess, sys
-
-page, blocks = json.load(sys.stdin)
-names = {"__name__": "__main__"}
-for language, text, line, expected in blocks:
-    printed = io.StringIO()
-    if language == "sh":
-        done = subprocess.run(["sh", "-eu", "-c", text], capture_output=True, text=True)
-        if done.returncode:
-            sys.exit(f"{page}:{line}: exit status {done.returncode}\\n{done.stdout}{done.stderr}")
-        printed.write(done.stdout)
-    else:
-        code = compile("\\n" * (line - 1) + text, page, "exec")
-        with contextlib.redirect_stdout(printed):
-            exec(code, names)
-    if expected is not None:
-        pattern = re.escape(expected).replace(r"\\.\\.\\.", "[^\\n]*")
-        if not re.fullmatch(pattern, printed.getvalue()):
-            sys.exit(f"{page}:{line}: the page says it prints\\n{expected}it prints\\n{printed.getvalue()}")
-"""
-
 
 @pytest.mark.parametrize("page", with_blocks("python", "sh"))
 def test_python_and_shell_of_a_page_run_from_top_to_bottom(page: Path, tmp_path: Path) -> None:
@@ -114,9 +94,10 @@ def run_session(markdown: str, name: str, directory: Path) -> None:
         "PYTHONPATH": str(ROOT / "python"),
         "TINYLLM_LIB": str((BUILD / "libtinyllm.so").resolve()),
         "PYTHONWARNINGS": "error",
+        "COLUMNS": "80",
     }
     done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", SESSION],
+        [sys.executable, "-X", "faulthandler", str(RUN_PAGE)],
         input=json.dumps([name, session_of(markdown)]), env=environment, cwd=work,
         capture_output=True, text=True, timeout=60 * MINUTES, check=False,
     )  # fmt: skip
@@ -158,6 +139,12 @@ def test_a_session_notices_what_a_page_gets_wrong(tmp_path: Path) -> None:
         (tmp_path / str(i)).mkdir()
         with pytest.raises(AssertionError, match=r"bad:\d|bad\", line 11"):
             run_session(good.replace(old, new), "bad", tmp_path / str(i))
+
+
+def test_dots_stand_for_what_is_not_shown() -> None:
+    assert matches("a ... d\n", "a b c d\n") and not matches("a ... d\n", "a b\nc d\n")
+    assert matches("a\n...\nd\n", "a\nb\nc\nd\n") and matches("a\n...\nd\n", "a\nd\n")
+    assert not matches("a\n...\n", "b\n") and not matches("a.c\n", "abc\n")
 
 
 # --- C ------------------------------------------------------------------------------------------------------
