@@ -52,7 +52,7 @@ begin here:
 
 exit status:
   0  done, nothing amiss
-  1  done, and there is a finding: bits that differ, blocks with wrong references
+  1  done, with a finding: bits that differ, blocks with wrong references
   2  not done: bad arguments, no library, too little memory
   130, 141  interrupted; whoever read the output has gone
 
