@@ -21,6 +21,7 @@ from tinyllm.observe.diff import diff
 from tinyllm.observe.mass import attention_mass
 from tinyllm.observe.recording import Recording, record
 from tinyllm.observe.snapshot import Snapshot
+from tinyllm.observe.timeline import timeline
 from tinyllm.threads import ThreadPool
 
 __all__ = [
@@ -42,5 +43,6 @@ __all__ = [
     "paged_attention_decode",
     "paged_attention_states",
     "record",
+    "timeline",
     "windowed_attention",
 ]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from time import monotonic_ns
 from typing import Any
 
 import numpy as np
@@ -16,13 +17,14 @@ from tinyllm.ffi.libtinyllm import (
     TL_ATTN_SPLIT,
     TL_EINVAL,
     TL_ESHAPE,
+    Function,
     PagedAttnArgs,
     f32_ptr,
     i32_ptr,
     u32_ptr,
 )
 from tinyllm.kv_view import KVView, whole_rows
-from tinyllm.observe.calls import OBSERVERS
+from tinyllm.observe.calls import OBSERVERS, Observer
 from tinyllm.threads import ThreadPool, handle_of
 
 _MOST_WORKSPACE = 1 << 26  # bytes: rows that need more are enough to keep every thread busy one by one
@@ -32,13 +34,16 @@ class PagedCall:
     """What every call over a view is told. Arrays are as the library reads them, and live as long as this.
 
     q [total_q,H,Dk]; ctx_lens int32 [B]; cu_seqlens_q int32 [B+1], or None for a row each; block_tables
-    uint32 [B,n]; alibi_slopes and, for ``attend``, sink_logits float32 [H] or None; out and lse likewise.
+    uint32 [B,n]; alibi_slopes float32 [H] or None. ``attend`` adds sink_logits, out, lse and args, what it
+    tells the library; for observers begin_ns and end_ns, the call on the clock of ``time.monotonic_ns``.
+    trace: for whoever traces the call first, and those after him.
     """
 
     __slots__ = (
-        "alibi_slopes", "args", "block_tables", "ctx_lens", "cu_seqlens_q", "fn", "kv", "lib", "lse", "out",
-        "q", "scale", "sink_logits", "softcap", "threads", "window",
+        "alibi_slopes", "args", "begin_ns", "block_tables", "ctx_lens", "cu_seqlens_q", "end_ns", "fn", "kv",
+        "lib", "lse", "out", "q", "scale", "sink_logits", "softcap", "threads", "trace", "window",
     )  # fmt: skip
+    trace: Any
 
     def __init__(
         self,
@@ -71,16 +76,6 @@ class PagedCall:
         self.window = window_of(fn, window)
         self.scale = scale_of(fn, scale, width)
         self.softcap = _cap(fn, softcap)
-        self.sink_logits: NDArray[np.float32] | None = None
-        self.out: NDArray[np.float32] | None = None
-        self.lse: NDArray[np.float32] | None = None
-        q_token, q_head, _ = q.strides
-        self.args = PagedAttnArgs(
-            PAGED_ATTN_ARGS_BYTES, kv._pointer, f32_ptr(q), None, None, q_token // 4, q_head // 4, 0, 0,
-            n_batch, n_heads, i32_ptr(self.cu_seqlens_q), i32_ptr(self.ctx_lens),
-            u32_ptr(self.block_tables), self.block_tables.shape[1], self.window, f32_ptr(self.alibi_slopes),
-            None, self.scale, self.softcap,
-        )  # fmt: skip
 
     def attend(
         self,
@@ -93,26 +88,49 @@ class PagedCall:
         Raises: ValueError for what the library refuses; ClosedError; TlError.
         """
         self.out, self.lse, self.sink_logits = out, lse, sink_logits
-        args, (token, head, _) = self.args, out.strides
-        args.out, args.out_token_stride, args.out_head_stride = f32_ptr(out), token // 4, head // 4
-        args.lse, args.sink_logits = f32_ptr(lse), f32_ptr(sink_logits)
         observers = OBSERVERS.get()
-        with self.kv._owner, handle_of(self.fn, self.threads, self.lib) as args.tp:
-            room = self._workspace() if args.tp else None
+        with self.kv._owner, handle_of(self.fn, self.threads, self.lib) as tp:
+            args = self.args = self._arguments(tp, out, lse, sink_logits)
+            room = self._workspace() if tp else None
             if room is not None:
                 args.workspace, args.workspace_bytes = room.ctypes.data, room.nbytes
-            for observer in observers:
-                observer.before(self)
-            with Refusals(self.fn):
-                self.lib.tl_paged_attn_f32(args)
-            args.trace = None  # what observers do afterwards is not part of the call
-            for observer in observers:
-                observer.after(self)
+            if observers:
+                self._watched(observers)
+            else:
+                obey(self.fn, self.lib.tl_paged_attn_f32, args)
 
-    def states(self, first_split: int, n_splits: int, out: NDArray[np.float32]) -> None:
-        """Writes ``out`` [total_q,H,n_splits,2+Dv], contiguous. Raises as ``attend``."""
-        with self.kv._owner, handle_of(self.fn, self.threads, self.lib) as self.args.tp, Refusals(self.fn):
-            self.lib.tl_paged_attn_states_f32(self.args, first_split, n_splits, f32_ptr(out))
+    def _watched(self, observers: tuple[Observer, ...]) -> None:
+        self.trace = None
+        for observer in observers:
+            observer.before(self)
+        self.begin_ns = monotonic_ns()
+        obey(self.fn, self.lib.tl_paged_attn_f32, self.args)
+        self.end_ns = monotonic_ns()
+        for observer in observers:
+            observer.after(self)
+
+    def states(self, first_split: int, n_splits: int, states: NDArray[np.float32]) -> None:
+        """Writes ``states`` [total_q,H,n_splits,2+Dv], contiguous. Raises as ``attend``."""
+        with self.kv._owner, handle_of(self.fn, self.threads, self.lib) as tp:
+            args = self._arguments(tp, None, None, None)
+            obey(self.fn, self.lib.tl_paged_attn_states_f32, args, first_split, n_splits, f32_ptr(states))
+
+    def _arguments(
+        self,
+        tp: int | None,
+        out: NDArray[np.float32] | None,
+        lse: NDArray[np.float32] | None,
+        sink_logits: NDArray[np.float32] | None,
+    ) -> PagedAttnArgs:
+        q, tables = self.q, self.block_tables
+        q_token, q_head, _ = q.strides
+        out_token, out_head = (0, 0) if out is None else out.strides[:2]
+        return PagedAttnArgs(
+            PAGED_ATTN_ARGS_BYTES, self.kv._pointer, f32_ptr(q), f32_ptr(out), f32_ptr(lse),
+            q_token // 4, q_head // 4, out_token // 4, out_head // 4, len(self.ctx_lens), q.shape[1],
+            i32_ptr(self.cu_seqlens_q), i32_ptr(self.ctx_lens), u32_ptr(tables), tables.shape[1], self.window,
+            f32_ptr(self.alibi_slopes), f32_ptr(sink_logits), self.scale, self.softcap, tp,
+        )  # fmt: skip
 
     def _workspace(self) -> NDArray[np.uint8] | None:
         """Memory in which several threads can share a long sequence, where that is worth having."""
@@ -122,19 +140,14 @@ class PagedCall:
         return np.empty(size, np.uint8) if 0 < size <= _MOST_WORKSPACE else None
 
 
-class Refusals:
-    """``with Refusals(fn):`` makes a ValueError of what the library refuses in its arguments."""
-
-    __slots__ = ("fn",)
-
-    def __init__(self, fn: str) -> None:
-        self.fn = fn
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, TlError) and error.status in (TL_EINVAL, TL_ESHAPE):
-            raise ValueError(f"{self.fn}: {error.message}") from error
+def obey(fn: str, function: Function, *args: Any) -> None:
+    """Calls ``function``; what it refuses in its arguments is a ValueError."""
+    try:
+        function(*args)
+    except TlError as error:
+        if error.status in (TL_EINVAL, TL_ESHAPE):
+            raise ValueError(f"{fn}: {error.message}") from error
+        raise
 
 
 def window_of(fn: str, window: Any) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinyllm._check import F32, INT64_MAX, Tensor, array, as_array, integer, packed, shape
-from tinyllm._paged_call import PagedCall, Refusals, per_head, scale_of, window_of
+from tinyllm._paged_call import PagedCall, obey, per_head, scale_of, window_of
 from tinyllm.ffi.libtinyllm import AttnPart, f32_ptr, load
 from tinyllm.infer.paged import PagedKVCache
 from tinyllm.kv_view import KVView, whole_rows
@@ -287,9 +287,9 @@ def merge_states(
     lse = np.empty((n_rows, n_heads), np.float32) if return_lse else None
     table = (AttnPart * len(held))(*[AttnPart(f32_ptr(a), first, a.shape[2]) for a, first in held])
     lib = threads._lib if isinstance(threads, ThreadPool) else load()
-    with handle_of(fn, threads, lib) as tp, Refusals(fn):
-        lib.tl_attn_merge_f32(
-            table, len(held), n_rows * n_heads, n_heads, width - 2,
+    with handle_of(fn, threads, lib) as tp:
+        obey(
+            fn, lib.tl_attn_merge_f32, table, len(held), n_rows * n_heads, n_heads, width - 2,
             f32_ptr(sinks), f32_ptr(out), f32_ptr(lse), tp,
         )  # fmt: skip
     return out if lse is None else (out, lse)
