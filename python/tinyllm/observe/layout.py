@@ -160,10 +160,11 @@ def _strip(label: str, row: NDArray[np.float64], per: int) -> Strip:
 
 
 def harmless(name: str, width: int) -> str:
-    """``name`` in at most ``width`` columns: what a terminal or a page would act on is spelled out."""
+    """``name`` in at most ``width`` columns: what a terminal or a page would act on is spelled out, and no
+    name at all is two quotes."""
     pieces = [c if c.isprintable() else ascii(c)[1:-1] for c in name[: width + 1]]
     if sum(map(columns, pieces)) <= width:
-        return "".join(pieces)
+        return "".join(pieces) or "''"
     while pieces and sum(map(columns, pieces)) > width - 3:
         pieces.pop()
     return "".join(pieces) + "..."
@@ -192,8 +193,10 @@ def plural(n: int, noun: str) -> str:
 
 
 def percent(part: float) -> str:
-    """``12.5 %``, three digits at most."""
-    return f"{100 * part:.3g} %"
+    """``12.5 %``, to a tenth; a little more than nothing is ``<0.1 %``."""
+    if 0 < part < 0.0005:
+        return "<0.1 %"
+    return f"{100 * part:.1f}".removesuffix(".0") + " %"
 
 
 def size(n: float) -> str:

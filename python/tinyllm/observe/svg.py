@@ -97,7 +97,7 @@ class _Page:
         c = self.snapshot.counters
         tiles = (
             ("blocks", percent(c["blocks_used"] / c["blocks_total"]),
-             f"{c['blocks_used']} of {c['blocks_total']} used, at most {c['blocks_high_water']}",
+             f"{c['blocks_used']} of {c['blocks_total']} used",
              f"{c['blocks_cached']} cached, {c['blocks_free']} free"),
             ("tokens", percent(c["tokens"] / c["slots"]),
              f"{c['tokens']} in {plural(c['slots'], 'slot')}",
@@ -105,9 +105,9 @@ class _Page:
             ("sharing", plural(c["blocks_shared"], "block"),
              f"{plural(c['blocks_saved'], 'block')} saved by it",
              f"{plural(c['copies_on_write'], 'block')} copied on write"),
-            ("pressure", plural(c["failed_allocations"], "failure"),
-             f"{plural(c['failed_allocations'], 'allocation')} found too few blocks",
-             f"{plural(c['evictions'], 'cached block')} evicted"),
+            ("pressure", plural(c["failed_allocations"], "failed allocation"),
+             f"{plural(c['evictions'], 'cached block')} evicted",
+             f"most ever used {plural(c['blocks_high_water'], 'block')}"),
         )  # fmt: skip
         wide, gap = 219, 12
         for i, (head, big, *lines) in enumerate(tiles):

@@ -77,6 +77,8 @@ def terminal(snapshot: Snapshot, mass: Mass, width: int = 80, *, color: bool, gl
 def _render(line: list[Span], width: int, color: bool) -> str:
     text = ""
     for piece, code in line:
+        if not piece:
+            continue
         shown = harmless(piece, width)
         width -= columns(shown)
         text += f"\x1b[{code}m{shown}\x1b[0m" if color and code and shown else shown
@@ -178,7 +180,7 @@ class _Drawn:
         for i, (name, count) in enumerate(zip(names, counts, strict=True)):
             pad = " " * (name_width - columns(name))
             key = [("█ " if self.bars else f"{KEYS[i % len(KEYS)]} ", _owner(i))]
-            head: list[Span] = [("  ", ""), *key, (name + pad, _owner(i)), (f"  {count:{count_width}}  ", "")]
+            head: list[Span] = [("  ", ""), *key, (name + pad, ""), (f"  {count:{count_width}}  ", "")]
             room = self.width - _wide(head)
             if room < _LEAST_IDS:
                 yield head
