@@ -143,8 +143,12 @@ def test_an_example_prints_what_was_worked_out(name: str, tmp_path: Path) -> Non
     EXPECTED[name](output_of(name, tmp_path))
 
 
-def test_every_expectation_has_its_example() -> None:
+def test_every_expectation_has_its_example_and_every_example_its_line() -> None:
     assert sorted(EXPECTED) == EXAMPLES
+    listed = re.findall(
+        r"^\| \[`(\d\d_\w+\.\w+)`\]\(\1\) \|", (ROOT / "examples/README.md").read_text(), re.M
+    )
+    assert listed == sorted(p.name for p in (ROOT / "examples").glob("[0-9][0-9]_*.*"))
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
