@@ -39,8 +39,9 @@ int main(void)
     for (int t = 0; t < 9; t++) {
         int s = t >= 3, position = s ? t - 3 : t;
         slots[t] = (int64_t)tables[s][position / SLOTS] * SLOTS + position % SLOTS;
-        for (int d = 0; d < KV_HEADS * WIDTH; d++)
-            v[t][0][d] = (float)position;
+        for (int h = 0; h < KV_HEADS; h++)
+            for (int d = 0; d < WIDTH; d++)
+                v[t][h][d] = (float)position;
     }
     check(tl_kv_write_slots(&view, slots, 9, k, v, TL_F32, KV_HEADS * WIDTH, WIDTH, KV_HEADS * WIDTH, WIDTH));
 

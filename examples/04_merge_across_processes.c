@@ -65,7 +65,7 @@ int main(void)
     for (uint32_t i = 0; i < BLOCKS; i++)
         table[i] = i;
     for (uint32_t d = 0; d < HEADS * WIDTH; d++)
-        q[0][d] = value(UINT32_MAX - d);
+        q[d / WIDTH][d % WIDTH] = value(UINT32_MAX - d);
     view_of(&here, &view);
     tl_paged_attn_args args = {.size = sizeof args, .view = &view, .q = q[0], .out = whole[0], .B = 1, .H = HEADS, .scale = 0.25f};
     args.q_token_stride = args.out_token_stride = HEADS * WIDTH;
