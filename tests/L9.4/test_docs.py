@@ -211,7 +211,16 @@ def test_anchors_follow_the_headings() -> None:
     assert anchors_of(text) == {"a-b_c-d", "a-b", "a-b-1", "x-z"}
 
 
-# --- the rules ----------------------------------------------------------------------------------------------
+# --- figures and rules --------------------------------------------------------------------------------------
+
+
+def test_figures_of_the_performance_page_are_measured_ones() -> None:
+    """They stand in the README: whoever measures anew changes both."""
+    measured = set(re.findall(r"\d+(?:\.\d+)?", (ROOT / "README.md").read_text()))
+    page = without_blocks((ROOT / "docs/performance.md").read_text())
+    figures = re.findall(r"(\d+(?:\.\d+)?)(?:%| ms| µs)", page)
+    assert len(figures) > 10
+    assert set(figures) <= measured
 
 
 def test_the_rules_name_every_status_with_its_value() -> None:
