@@ -26,6 +26,8 @@ from pathlib import Path
 
 import pytest
 from run_page import matches
+from tinyllm import errors
+from tinyllm.ffi.libtinyllm import STATUS_NAMES
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / os.environ.get("TINYLLM_BUILD", "c/build")
@@ -223,10 +225,15 @@ def test_figures_of_the_performance_page_are_measured_ones() -> None:
     assert set(figures) <= measured
 
 
-def test_the_rules_name_every_status_with_its_value() -> None:
+def test_rules_and_faults_name_every_status_with_its_value() -> None:
     header = (ROOT / "c/include/tinyllm/abi.h").read_text()
     rules = (ROOT / "ABI.md").read_text()
     statuses = re.findall(r"X\((TL_\w+), (\d+)\)", header)
     assert len(statuses) >= 20
     for name, value in statuses:
         assert f"`{name}` | {value} |" in rules or f"`{name}` {value}" in rules, name
+    faults = (ROOT / "docs/faults.md").read_text()
+    for value, name in STATUS_NAMES.items():
+        assert f"\n| `{name}` {value} |" in faults, name
+    for name in errors.__all__:
+        assert f"\n| `tinyllm.{name}` |" in faults, name
