@@ -32,9 +32,9 @@ class LibraryHook(BuildHookInterface):  # type: ignore[type-arg]
         if version == "editable":
             self._make()
             return
-        self._folder = tempfile.mkdtemp(prefix="libtinyllm-")
-        library = Path(self._folder, "libtinyllm.so")
-        self._make(f"B={self._folder}", *_FLAGS, str(library))
+        self._folder = tempfile.TemporaryDirectory(prefix="libtinyllm-")
+        library = Path(self._folder.name, "libtinyllm.so")
+        self._make(f"B={library.parent}", *_FLAGS, str(library))
         platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
         build_data["force_include"][str(library)] = "tinyllm/_lib/libtinyllm.so"
         build_data["pure_python"] = False
@@ -43,7 +43,7 @@ class LibraryHook(BuildHookInterface):  # type: ignore[type-arg]
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         """After the wheel is written."""
         if version != "editable":
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.cleanup()
 
     def _make(self, *words: str) -> None:
         if shutil.which("make") is None:

@@ -34,6 +34,16 @@ def run(*command: object, cwd: Path, ok: bool = True, **variables: str) -> str:
     return done.stdout
 
 
+def pytest_sessionstart() -> None:
+    missing = [
+        tool for tool in ("make", "cc", "c++", "cmake", "pkg-config", "git") if shutil.which(tool) is None
+    ]
+    if missing:
+        pytest.exit(
+            f"there is no {', '.join(missing)} (Debian: apt-get install make gcc g++ cmake pkg-config git)", 2
+        )
+
+
 @pytest.fixture(scope="session")
 def version() -> str:
     header = (ROOT / "c/include/tinyllm/abi.h").read_text()
