@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from tinyllm.observe.diff import Diff, Finding, Side
 
-_MOST_RUNS: Final = 8  # of calls, in one line
+_MOST_NAMED: Final = 8  # calls, or runs of them, in one line
 _OF: Final = {"m": "m, the largest score", "L": "L, the sum of exp(s - m)"}
 
 
@@ -45,7 +46,7 @@ def _calls(d: Diff, every: bool) -> Iterator[str]:
         yield ""
     later = [] if every else differing[1:]
     if later:
-        yield f"{_named(later)}: {'differs' if len(later) == 1 else 'differ'} too"
+        yield f"{_named(later)} {'differs' if len(later) == 1 else 'differ'} too"
         yield ""
 
 
@@ -138,16 +139,13 @@ def _many(n: int, noun: str) -> str:
     return f"{n:,} {noun}{'s' * (n != 1)}"
 
 
-def _named(calls: Iterable[int]) -> str:
-    """calls 0 to 6, 9 and 11 to 13"""
-    runs: list[list[int]] = []
-    for call in calls:
-        if runs and call == runs[-1][1] + 1:
-            runs[-1][1] = call
-        else:
-            runs.append([call, call])
-    texts = [str(a) if a == b else f"{a} to {b}" for a, b in runs]
-    if len(texts) > _MOST_RUNS:
-        texts[_MOST_RUNS - 1 :] = ["others"]
+def _named(calls: list[int]) -> str:
+    """calls 0 to 6, 8, 9 and 11 to 13"""
+    texts: list[str] = []
+    for _, group in groupby(enumerate(calls), lambda pair: pair[1] - pair[0]):  # consecutive ones
+        run = [call for _, call in group]
+        texts += [f"{run[0]} to {run[-1]}"] if len(run) > 2 else map(str, run)
+    if len(texts) > _MOST_NAMED:
+        texts[_MOST_NAMED - 1 :] = ["others"]
     named = " and ".join(filter(None, (", ".join(texts[:-1]), texts[-1])))
-    return f"call{'s' * (runs[0] != runs[-1] or runs[0][0] != runs[0][1])} {named}"
+    return f"call{'s' * (len(calls) > 1)} {named}"
