@@ -12,6 +12,7 @@
 
 #include <math.h>
 #include <setjmp.h>
+#include <signal.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -139,12 +140,27 @@ static inline int check_wanted(const char *name, int argc, char **argv)
     return argc == 1;
 }
 
+/* A test that waits for ever ends by an alarm it set; then it is known which one that was. */
+static const char *volatile check_running = "";
+
+static inline void check_say_what_hung(int signal_number)
+{
+    const char *const words[] = {"hung in ", check_running, "\n"};
+    for (int i = 0; i < 3; i++)
+        if (write(STDERR_FILENO, words[i], strlen(words[i])) < 0)
+            break;
+    signal(signal_number, SIG_DFL);
+    raise(signal_number);
+}
+
 static inline int check_main(int argc, char **argv)
 {
+    signal(SIGALRM, check_say_what_hung);
     volatile int passed = 0, failed = 0;
     for (struct check_test *volatile t = check_first; t; t = t->next) {
         if (!check_wanted(t->name, argc, argv))
             continue;
+        check_running = t->name;
         if (setjmp(check_escape) == 0) {
             t->run();
             passed++;
