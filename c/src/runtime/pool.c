@@ -352,7 +352,8 @@ static void close_gate(tl_pool *pool)
             return;
     } while (spin_on(&spin));
     lock(pool);
-    atomic_store(&pool->caller_sleeps, true);
+    /* Before the gate is looked at once more. By an exchange: emulators have been seen to let a load overtake a store here. */
+    (void)atomic_exchange(&pool->caller_sleeps, true);
     while (!is_empty(pool))
         expect_ok(pthread_cond_wait(&pool->done, &pool->lock));
     atomic_store(&pool->caller_sleeps, false);
