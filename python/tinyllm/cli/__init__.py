@@ -67,8 +67,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without these letters still gets an answer
     try:
-        args = _parser().parse_args(argv)
+        args, unknown = _parser().parse_known_args(argv)
         prog = f"tinyllm {args.command.NAME}"
+        if unknown:
+            raise UsageError(f"{prog}: unknown arguments: {' '.join(unknown)} ({prog} --help)")
         status = int(args.command.run(args))
         print(end="", flush=True)
         return status
@@ -84,9 +86,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (CliError, tinyllm.TlError, tinyllm.AbiMismatch, tinyllm.OutOfBlocks, OSError) as error:
         return _say(f"{prog}: {error}")
     except RuntimeError as error:
-        if isinstance(error.__context__, KeyboardInterrupt):  # it left a call half done, on its way out
+        if _was_interrupted(error):
             return INTERRUPTED
         raise
+
+
+def _was_interrupted(error: BaseException | None) -> bool:
+    """Whether ``error`` is trouble in cleaning up after an interrupt, such as a call it left half done."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__context__
+    return error is not None
 
 
 def _say(problem: str) -> int:

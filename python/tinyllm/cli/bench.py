@@ -94,9 +94,10 @@ class Shape:
 
     @property
     def other_bytes(self) -> int:
-        """What is made besides: the float32 that fills the pool, queries and results."""
-        rows = self.ctx + self.batch
-        return 8 * rows * self.kv_heads * self.dim + 8 * self.batch * self.heads * self.dim
+        """What is made besides: the float32 that fills the pool, queries and results, a head in float64."""
+        filling = 8 * (self.ctx + self.batch) * self.kv_heads * self.dim
+        checking = 16 * self.ctx * (self.dim + self.heads // self.kv_heads)
+        return filling + checking + 8 * self.batch * self.heads * self.dim
 
     def fitted(self, available: int | None, cache: int | None) -> Shape:
         """With so many layers that a round leaves the caches, or as many as memory has room for."""
@@ -249,21 +250,26 @@ class Workload:
         layers that hold the same disagree in any bit."""
         self.decode(0)
         first = self.out.copy()
-        worst = max(self._error_of(s) for s in {0, self.shape.batch - 1})
+        worst = np.max([self._error_of(s) for s in {0, self.shape.batch - 1}])  # NaN if any is
         for layer in range(1, self.shape.layers):
             self.decode(layer)
             if self.out.tobytes() != first.tobytes():
                 return float("inf")
-        return worst
+        return float(worst)
 
     def _error_of(self, s: int) -> float:
-        seen = min(self.shape.ctx, self.shape.window or self.shape.ctx)
-        k, v = (a[:, -seen:].astype(np.float16).astype(np.float64) for a in self.kv(s))
-        q = self.q[s].reshape(self.shape.kv_heads, -1, self.shape.dim).astype(np.float64)
-        scores = np.einsum("gid,gtd->git", q, k) * self.shape.dim**-0.5
-        weights = np.exp(scores - scores.max(axis=2, keepdims=True))
-        exact = np.einsum("git,gtd->gid", weights / weights.sum(axis=2, keepdims=True), v)
-        return float(np.abs(self.out[s].reshape(exact.shape) - exact).max() / np.abs(v).max())
+        shape = self.shape
+        seen = min(shape.ctx, shape.window or shape.ctx)
+        group = shape.heads // shape.kv_heads
+        worst = 0.0
+        for g, (k, v) in enumerate(zip(*self.kv(s), strict=True)):  # one head at a time: float64 is large
+            k, v = (a[-seen:].astype(np.float16).astype(np.float64) for a in (k, v))
+            own = slice(g * group, (g + 1) * group)
+            scores = self.q[s, own].astype(np.float64) @ k.T * shape.dim**-0.5
+            weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+            exact = weights @ v / weights.sum(axis=1, keepdims=True)
+            worst = np.maximum(worst, np.abs(self.out[s, own] - exact).max() / np.abs(v).max())
+        return float(worst)
 
 
 @contextmanager

@@ -52,6 +52,7 @@ def in_process(code: str, lib: Lib, isa: str) -> subprocess.CompletedProcess[str
     """
     path = os.pathsep.join(filter(None, (str(_PACKAGE), os.environ.get("PYTHONPATH"))))
     environment = os.environ | {"PYTHONPATH": path, "TINYLLM_LIB": str(lib.path), "TINYLLM_ISA": isa}
+    environment["PYTHONSAFEPATH"] = "1"  # nothing from the current directory
     return subprocess.run(
         [sys.executable, "-c", code],
         env=environment, capture_output=True, text=True, timeout=300, check=False,
