@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import json
+import xml.etree.ElementTree as ET
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tinyllm import ClosedError, OutOfBlocks, PagedKVCache
 from tinyllm.ffi.libtinyllm import Lib, u32_ptr
+from tinyllm.observe.metrics import prometheus
+from tinyllm.observe.picture import Picture
 from tinyllm.observe.snapshot import Snapshot
 
 B, BLOCKS, LAYERS = 4, 12, 2
@@ -217,6 +220,14 @@ def test_runs_count_the_pieces_of_a_table(cache: PagedKVCache) -> None:
     assert [s.runs for s in cache.snapshot().sequences] == [2, 1]
 
 
+def test_the_high_water_mark_is_that_of_moments_nobody_looked_at(cache: PagedKVCache) -> None:
+    cache.add_seq("a")
+    append(cache, "a", 5 * B)
+    cache.free("a")
+    counters = cache.snapshot().counters
+    assert (counters["blocks_used"], counters["blocks_high_water"]) == (0, 5)
+
+
 def test_names_are_strings_as_they_are_and_repr_of_the_rest(cache: PagedKVCache) -> None:
     for seq_id in ("chat 1", 7, ("user", 3), "\x1b[31m"):
         cache.add_seq(seq_id)
@@ -409,6 +420,54 @@ def test_a_file_that_contradicts_itself_is_refused(busy: PagedKVCache, tmp_path:
     (tmp_path / "bad.json").write_text(json.dumps(document))
     with pytest.raises(ValueError, match=message):
         Snapshot.load(tmp_path / "bad.json")
+
+
+def _places(part: Any, where: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where every value of a JSON document stands."""
+    yield where
+    if isinstance(part, (dict, list)):
+        for key, value in part.items() if isinstance(part, dict) else enumerate(part):
+            yield from _places(value, (*where, key))
+
+
+_VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-2, 20),
+    st.sampled_from((2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 10**30, 1.5, float("nan"))),
+    st.text(max_size=5),
+    st.lists(st.integers(-1, 12), max_size=4),
+    st.dictionaries(st.text(max_size=2), st.integers(), max_size=2),
+)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_whatever_stands_in_a_file_it_is_refused_or_can_be_drawn(
+    busy: PagedKVCache, tmp_path: Path, data: st.DataObject
+) -> None:
+    document = saved(busy, tmp_path)
+    for _ in range(data.draw(st.integers(1, 3))):
+        where = data.draw(st.sampled_from([place for place in _places(document) if place]))
+        parent = document
+        for key in where[:-1]:
+            parent = parent[key]
+        parent[where[-1]] = data.draw(_VALUES)
+    (tmp_path / "odd.json").write_text(json.dumps(document))
+    try:
+        read = Snapshot.load(tmp_path / "odd.json")
+    except ValueError as error:
+        refusal = str(error)
+    else:
+        refusal = ""
+    if refusal:
+        assert "odd.json: no snapshot" in refusal
+        return
+    ET.fromstring(Picture(read).svg())
+    assert max(map(len, Picture(read).text(80, color=False).splitlines())) <= 80
+    assert prometheus(read).count("\n") == 3 * 16
+    read.save(tmp_path / "again.json")
+    assert Snapshot.load(tmp_path / "again.json") == read
 
 
 def test_a_missing_file_is_an_os_error(tmp_path: Path) -> None:

@@ -15,12 +15,13 @@ from tinyllm.observe.terminal import LEAST_WIDTH, MOST_WIDTH
 NAME: Final = "look"
 HELP: Final = "a picture of a KV cache from a snapshot file"
 EXAMPLES: Final = """\
-  tinyllm look cache.json                      cache.snapshot("cache.json") wrote it
+  tinyllm look cache.json
   tinyllm look cache.json --svg cache.svg
-  tinyllm look cache.json --metrics            the counters as Prometheus reads them
+  tinyllm look cache.json --metrics > cache.prom
 
-The exit status is 1 where the references on some block are not those of the sequences that hold it: a leak,
-or a block that somebody took past the cache.
+cache.snapshot("cache.json") writes such a file. The exit status is 1 where the
+references on some block are not those of the sequences that hold it: a leak, or
+a block that somebody took past the cache.
 """
 
 
