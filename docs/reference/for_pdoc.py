@@ -41,11 +41,10 @@ def as_markdown(docstring: str, *_: object) -> str:
 
 
 def plain(text: str) -> str:
-    """Words in which a star is a star; what stands in `` is code already."""
-    return "".join(
-        part if i % 2 else re.sub(r"([*<])", r"\\\1", part)
-        for i, part in enumerate(re.split(r"(`+.+?`+)", text))
-    )
+    """Words in which a star is a star; what stands in `` is code already, and **so** is bold."""
+    parts = re.split(r"(`+.+?`+|\*\*\w+\*\*)", re.sub(r":(?:func|class):(?=`)", "", text))
+    parts[::2] = (re.sub(r"([*<])", r"\\\1", part) for part in parts[::2])
+    return "".join(parts)
 
 
 def annotation(value: object, *args: Any, **kwargs: Any) -> str:
