@@ -27,6 +27,7 @@ from pathlib import Path
 import pytest
 from run_page import matches
 from tinyllm import errors
+from tinyllm.cli import COMMANDS
 from tinyllm.ffi.libtinyllm import STATUS_NAMES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -214,6 +215,14 @@ def test_anchors_follow_the_headings() -> None:
 
 
 # --- figures and rules --------------------------------------------------------------------------------------
+
+
+def test_the_index_names_every_command_and_page() -> None:
+    index = (ROOT / "docs/README.md").read_text()
+    for command in COMMANDS:
+        assert f"`{command.NAME}`" in index
+    for page in (ROOT / "docs").glob("*.md"):
+        assert page.name == "README.md" or f"]({page.name})" in index
 
 
 def test_figures_of_the_performance_page_are_measured_ones() -> None:
