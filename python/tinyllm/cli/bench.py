@@ -59,7 +59,8 @@ _CACHES: Final = 4  # times the last level cache: what is read before the same b
 _MOST_LAYERS: Final = 1024
 _MEMORY_SHARE: Final = 0.8  # of what can be had: more than this is refused
 _FEWEST_TURNS: Final = 3
-_LEAST_READING: Final = 2e-3  # seconds
+_LEAST_READING: Final = (1e-4, 1e-3)  # seconds at a time, of one thread and of several that are told to begin
+_BUSY: Final = 2.0  # times p10: a p90 above that comes from other programs
 _TOLERANCE: Final = 2e-5  # of the largest |v|: float32 arithmetic against float64
 
 
@@ -289,15 +290,18 @@ def workload(lib: Lib, shape: Shape) -> Iterator[Workload]:
 def measure(work: Workload, seconds: float) -> Result:
     """Rounds of calls and of plain reading, in turns, for so many seconds.
 
-    What is read at a time is one call's bytes or, of short calls, several calls': handing a piece to threads
-    of Python takes a while.
+    What is read at a time is one call's bytes or, of short calls, several calls', so that handing it to
+    threads does not count; and no more than that, so that what disturbs the calls disturbs the reading alike.
     """
     shape, clock = work.shape, time.perf_counter
     progress(f"ctx {shape.ctx}, batch {shape.batch}: checking")
     error = work.error()
-    begin = clock()
-    work.decode(0)
-    at_once = min(shape.layers, 1 + int(_LEAST_READING / (clock() - begin)))
+    tries = []
+    for _ in range(5):
+        begin = clock()
+        work.decode(0)
+        tries.append(clock() - begin)
+    at_once = min(shape.layers, 1 + int(_LEAST_READING[shape.threads > 1] / min(tries)))
     piece = at_once * shape.call_bytes
     calls: list[float] = []
     reads: list[float] = []
@@ -348,6 +352,8 @@ def print_row(shape: Shape, r: Result) -> None:
     if cache and total < _CACHES * cache:
         sizes = f"{human_bytes(total)} in all, the last level cache has {human_bytes(cache)}"
         print(f"         partly from the cache: {sizes}", flush=True)
+    if r.p90 > _BUSY * r.p10:
+        print("         the machine was busy: run it again when it is quiet", flush=True)
 
 
 def _time(seconds: float) -> str:
