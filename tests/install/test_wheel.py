@@ -90,7 +90,7 @@ def test_the_metadata_says_what_it_needs_and_no_more(dist: Path, version: str) -
     assert metadata["Requires-Python"] == ">=3.10"
     assert metadata["License-Expression"] == "MIT"
     needs = metadata.get_all("Requires-Dist", [])
-    assert [need for need in needs if "extra ==" not in need] == ["numpy>=1.24"]
+    assert [need for need in needs if "extra ==" not in need] == ["numpy>=2.2"]
     assert metadata.get_all("Provides-Extra") == ["hf"]
 
 
