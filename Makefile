@@ -225,7 +225,7 @@ demo: all ## a real language model on the library (about 100 MB to fetch, under 
 
 .PHONY: help clean FORCE
 help: ## this list
-	@sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' Makefile | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' Makefile | expand -t 18
 
 clean: ## remove what was built; the virtual environment stays
 	rm -rf c/build
