@@ -378,6 +378,15 @@ def test_strips_show_the_mass_of_each_head(cache: PagedKVCache) -> None:
     assert f"75 % in block {table[4]}, sink 12.5 %" in said
 
 
+def test_a_share_that_is_nearly_nothing_is_said_to_be_so(cache: PagedKVCache) -> None:
+    mass = np.array([[1e-5, 0.0, 0.5, 1e-5, 0.49998]])
+    document, table = cache.look({"base": mass}).svg(), cache.block_table("base")
+    assert {f"block {table[0]}: <0.1 %", f"block {table[1]}: 0 %", f"block {table[2]}: 50 %"} <= set(
+        texts(document)
+    )
+    assert "head 0     ▁ █▁" in cache.look({"base": mass}).text(80)
+
+
 def test_of_many_heads_the_mean_is_drawn_and_of_many_blocks_sums(lib: Lib) -> None:
     with PagedKVCache(lib, 200, 1, 1, 1, 2) as cache:
         cache.add_seq("a")

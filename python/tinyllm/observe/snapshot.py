@@ -177,8 +177,7 @@ class Snapshot:
         unfinished = f"{path}.{secrets.token_hex(4)}.tmp"
         try:
             with open(unfinished, "x", encoding="ascii") as file:
-                json.dump(self._document(), file, separators=(",", ":"))
-                file.write("\n")
+                file.write(json.dumps(self._document(), separators=(",", ":")) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(unfinished, path)
@@ -236,15 +235,16 @@ def sequence_state(seq_id: Hashable, table: NDArray[Any], gone: int, lengths: It
 
 def pool_blocks(lib: Lib, pool: int, num_blocks: int, sequences: Iterable[SequenceState]) -> NDArray[Any]:
     """The rows of ``Snapshot.blocks``."""
-    named = np.unique(np.concatenate([np.empty(0, np.int64), *(s.held for s in sequences)]))
+    named = np.zeros(num_blocks, np.bool_)
+    for sequence in sequences:
+        named[sequence.held] = True
     pieces = []
     for first in range(0, num_blocks, _AT_ONCE):
         n = min(_AT_ONCE, num_blocks - first)
         raw: Any = (KvBlock * n)()
         lib.tl_kv_blocks_get(pool, first, n, raw)
         piece = np.frombuffer(raw, [("hash", np.uint64), ("refs", np.uint32), ("fill", np.uint32)])
-        shown = (piece["refs"] > 0) | (piece["hash"] != 0)
-        shown[named[(named >= first) & (named < first + n)] - first] = True
+        shown = (piece["refs"] > 0) | (piece["hash"] != 0) | named[first : first + n]
         rows = np.empty(int(shown.sum()), BLOCK)
         rows["id"] = np.flatnonzero(shown) + first
         for name in ("hash", "refs", "fill"):
@@ -264,7 +264,7 @@ def _read_only(a: NDArray[Any]) -> NDArray[Any]:
 def _snapshot(document: Any) -> Snapshot:
     """What ``_document`` gave. Raises: ValueError."""
     if _part(document, "the file", "format", str) != FORMAT:
-        raise ValueError(f"its format is {document['format']!r}, not {FORMAT!r}")
+        raise ValueError(f"its format is {document['format']!r:.40}, not {FORMAT!r}")
     version = _part(document, "the file", "version", int)
     if version != VERSION:
         raise ValueError(f"it has version {version}, this package reads version {VERSION}")
@@ -273,12 +273,14 @@ def _snapshot(document: Any) -> Snapshot:
     counts = _part(document, "the file", "counts", dict)
     seen = {name: _integer(counts, "counts", name, 0, INT64_MAX) for name in _COUNTS}
     blocks = _blocks(document, sizes)
-    rows = _part(document, "the file", "sequences", list)
-    sequences = tuple(_sequence(row, f"sequences[{i}]", sizes) for i, row in enumerate(rows))
-    for sequence in sequences:
-        if not np.isin(sequence.held, blocks["id"]).all():
+    told = _part(document, "the file", "sequences", list)
+    sequences = tuple(_sequence(one, f"sequences[{i}]", sizes) for i, one in enumerate(told))
+    snapshot = Snapshot(**sizes, **seen, blocks=blocks, sequences=sequences)
+    for sequence, rows in zip(sequences, snapshot.rows, strict=True):
+        listed = blocks["id"][rows[rows < len(blocks)]]
+        if not np.array_equal(listed, sequence.held):
             raise ValueError(f"sequence {sequence.name!r} holds a block that blocks does not list")
-    return Snapshot(**sizes, **seen, blocks=blocks, sequences=sequences)
+    return snapshot
 
 
 def _blocks(document: Any, sizes: dict[str, int]) -> NDArray[Any]:
@@ -292,8 +294,9 @@ def _blocks(document: Any, sizes: dict[str, int]) -> NDArray[Any]:
     blocks = np.zeros(len(read["id"]), BLOCK)
     for name, column in read.items():
         blocks[name] = column
-    rows = {str(block): row for row, block in enumerate(read["id"].tolist())}
-    for name, value in _part(document, "the file", "hashes", dict).items():
+    hashes = _part(document, "the file", "hashes", dict)
+    rows = {str(block): row for row, block in enumerate(read["id"].tolist())} if hashes else {}
+    for name, value in hashes.items():
         try:
             (blocks["hash"][rows[name]],) = np.frombuffer(bytes.fromhex(value), ">u8")
         except (KeyError, TypeError, ValueError):
@@ -332,7 +335,7 @@ def _integer(parent: Any, where: str, name: str, low: int, high: int) -> int:
 
 def _integers(parent: Any, where: str, name: str, low: int, high: int) -> NDArray[np.int64]:
     values = _part(parent, where, name, list)
-    for value in values:
-        if type(value) is not int or not low <= value <= high:
-            raise ValueError(f"{name!r} of {where} has {value!r:.40}, no integer of {low} .. {high}")
+    if values and (set(map(type, values)) != {int} or min(values) < low or max(values) > high):
+        odd = next(value for value in values if type(value) is not int or not low <= value <= high)
+        raise ValueError(f"{name!r} of {where} has {odd!r:.40}, no integer of {low} .. {high}")
     return np.array(values, np.int64)

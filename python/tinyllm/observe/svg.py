@@ -55,8 +55,8 @@ _HEAT: Final = ((0xEE, 0xF2, 0xF7), (0x08, 0x30, 0x6B))  # nothing, the most
 
 # The palette of Okabe and Ito, which colour-blind eyes tell apart, and the ink that reads on each.
 _OWNERS: Final = (
-    ("#56b4e9", _INK), ("#e69f00", _INK), ("#009e73", _PAPER), ("#cc79a7", _INK), ("#f0e442", _INK),
-    ("#0072b2", _PAPER), ("#d55e00", _PAPER),
+    ("#56b4e9", _INK), ("#e69f00", _INK), ("#0072b2", _PAPER), ("#f0e442", _INK), ("#cc79a7", _INK),
+    ("#d55e00", _PAPER), ("#009e73", _PAPER),
 )  # fmt: skip
 
 
@@ -279,9 +279,10 @@ class _Page:
                 first = j * strip.per
                 last = min(first + strip.per, len(sequence.table)) - 1
                 where = f"block {sequence.table[first]}" if first == last else f"entries {first}-{last}"
+                said = f"{where}: {percent(float(bar))}"
                 yield (
                     f'<rect x="{_TABLE + j * pitch:g}" y="{self.y:g}" width="{pitch - 1:g}" height="12" '
-                    f'fill="{_heat(float(bar), strip)}"><title>{where}: {percent(float(bar))}</title></rect>'
+                    f'fill="{_heat(float(bar), strip)}"><title>{escape(said)}</title></rect>'
                 )
             said = f"{percent(strip.most)} in block {sequence.table[strip.peak]}"
             said += f", sink {percent(strip.rest)}" if strip.rest > 5e-4 else ""

@@ -50,7 +50,7 @@ _EIGHTHS: Final = " ▁▂▃▄▅▆▇█"
 _TENTHS: Final = " .:-=+*#%@"  # where the eighths cannot be printed
 
 # 256-colour codes close to the palette of Okabe and Ito, which colour-blind eyes tell apart.
-_OWNERS: Final = (75, 214, 36, 175, 227, 32, 202)
+_OWNERS: Final = (75, 214, 32, 227, 175, 202, 36)
 _BLOCK: Final = "48;5;237"  # the empty part of a block
 _DIM: Final = "38;5;245"
 _BOLD: Final = "1"
@@ -69,7 +69,7 @@ def terminal(snapshot: Snapshot, mass: Mass, width: int = 80, *, color: bool, gl
 
     Raises: TypeError, ValueError for a width that is no integer of 40 .. 1000.
     """
-    width = integer("terminal", "width", width, LEAST_WIDTH, MOST_WIDTH)
+    width = integer("look", "width", width, LEAST_WIDTH, MOST_WIDTH)
     drawn = _Drawn(snapshot, mass, width, color and glyphs, glyphs)
     return "\n".join(_render(line, width, color) for line in drawn.lines())
 
