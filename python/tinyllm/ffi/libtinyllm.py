@@ -64,6 +64,7 @@ __all__ = [
     "Trace",
     "TraceEvent",
     "block_view",
+    "export_blocks",
     "f32_ptr",
     "i32_ptr",
     "i64_ptr",
@@ -564,6 +565,16 @@ def new_handle(create: Function, *args: Any) -> int:
     out = c_void_p()
     create(*args, ctypes.byref(out))
     return out.value or 0
+
+
+def export_blocks(lib: Lib, pool: int, blocks: NDArray[np.uint32]) -> bytearray:
+    """The envelope of some blocks of a pool (tl_kv_export). Raises TlError."""
+    envelope = bytearray(lib.tl_kv_export_bytes(pool, len(blocks)))
+    memory, written = np.frombuffer(envelope, np.uint8), c_size_t()
+    lib.tl_kv_export(
+        pool, u32_ptr(blocks), len(blocks), memory.ctypes.data, len(envelope), ctypes.byref(written)
+    )
+    return envelope
 
 
 # --- finding and loading ------------------------------------------------------------------------------------

@@ -21,15 +21,20 @@ from tinyllm._check import F16, F32, F64, INT32_MAX, INT64_MAX, UINT32_MAX, arra
 from tinyllm.errors import OutOfBlocks, TlError
 from tinyllm.ffi.handle import Handle
 from tinyllm.ffi.libtinyllm import (
+    TL_EFORMAT,
     TL_EFULL,
     TL_EINVAL,
+    TL_ESHAPE,
     TL_F16,
+    TL_KV_ENVELOPE_HEADER,
     TL_KV_FORMAT_V1,
+    TL_KV_RECORD_HEADER,
     KvConfig,
     KvStats,
     KvView,
     Lib,
     block_view,
+    export_blocks,
     f32_ptr,
     i32_ptr,
     load,
@@ -288,6 +293,50 @@ class PagedKVCache:
         self._copies += len(copied)
         self._unref(pool, [int(old[i]) for i in copied])
 
+    # --- moving ---------------------------------------------------------------------------------------------
+
+    def export_seq(self, seq_id: Hashable) -> bytearray:
+        """What a sequence holds, as bytes for ``import_seq`` of a cache of the same sizes, anywhere: K and V
+        of all layers with a checksum (the envelope of ``tl_kv_export``), a function of what was stored.
+
+        Raises: ValueError where layers hold different numbers of positions or none, or where ``trim_front``
+        gave blocks back.
+        """
+        with self._handle as pool:
+            sequence = self._sequence("export_seq", seq_id)
+            self._refuse_gone("export_seq", seq_id, sequence, 0)
+            low, high = min(sequence.lengths), max(sequence.lengths)
+            if low != high or high == 0:
+                raise ValueError(
+                    f"export_seq: the layers of sequence {seq_id!r} hold {low} to {high} positions; all must "
+                    "hold the same number, at least one"
+                )
+            return export_blocks(self.lib, pool, sequence.table)
+
+    def import_seq(self, seq_id: Hashable, envelope: bytes | bytearray | memoryview) -> None:
+        """Begins a sequence with what ``export_seq`` gave: every bit of K and V, in other blocks.
+
+        Any bytes are safe. The pool may have more or fewer blocks than the one they come from.
+        Raises: TypeError for what holds no bytes; ValueError where ``seq_id`` is live, and for bytes that are
+        damaged, of a cache of other sizes, or of no sequence; OutOfBlocks. Then nothing has changed.
+        """
+        with self._handle as pool:
+            self._refuse_live("import_seq", seq_id)
+            memory = np.frombuffer(envelope, np.uint8) if len(envelope) else np.empty(0, np.uint8)
+            fills = self._fills_of(pool, memory)
+            table = np.empty(len(fills), np.uint32)
+            try:
+                self.lib.tl_kv_import(pool, memory.ctypes.data, len(memory), u32_ptr(table))
+            except TlError as error:
+                if error.status in (TL_EFORMAT, TL_ESHAPE):
+                    raise ValueError(f"import_seq: {error.message}") from error
+                if error.status != TL_EFULL:
+                    raise
+                self._failures += 1
+                raise OutOfBlocks(f"import_seq: sequence {seq_id!r}: {error.message}") from error
+            self._pool_stats(pool)
+            self._sequences[seq_id] = _Sequence(table, [sum(fills)] * self.n_layers)
+
     # --- looking --------------------------------------------------------------------------------------------
 
     @property
@@ -505,6 +554,21 @@ class PagedKVCache:
     def _fill(self, complete: int, i: int) -> int:
         """Fill of the i-th block of a sequence of which every layer holds ``complete`` positions."""
         return min(max(complete - i * self.block_size, 0), self.block_size)
+
+    def _fills_of(self, pool: int, envelope: NDArray[np.uint8]) -> list[int]:
+        """The positions in each block of an envelope, which no one has checked yet.
+
+        Raises: ValueError where no sequence lies in blocks like that.
+        """
+        n = int.from_bytes(envelope[8:12].tobytes(), "little")
+        if len(envelope) < TL_KV_ENVELOPE_HEADER or len(envelope) != self.lib.tl_kv_export_bytes(pool, n):
+            return [0] * min(n, len(envelope))  # something is amiss, and the import says what
+        record = TL_KV_RECORD_HEADER + self.lib.tl_kv_block_bytes(pool)
+        words = (envelope[TL_KV_ENVELOPE_HEADER + i * record + 8 :][:4].tobytes() for i in range(n))
+        fills = [int.from_bytes(word, "little") for word in words]
+        if n == 0 or any(fill != self.block_size for fill in fills[:-1]):
+            raise ValueError(f"import_seq: {n} blocks with {fills[:8]} ... positions are no sequence's")
+        return fills
 
     def _is_writable(self, pool: int, sequence: _Sequence, i: int) -> bool:
         """Whether the i-th block is this sequence's alone and not frozen under a hash."""
