@@ -548,6 +548,8 @@ def test_after_close_every_method_says_closed(lib: Lib) -> None:
         "block_table": lambda: cache.block_table("a"),
         "seq_len": lambda: cache.seq_len("a"),
         "gather": lambda: cache.gather("a", 0),
+        "export_seq": lambda: cache.export_seq("a"),
+        "import_seq": lambda: cache.import_seq("b", b""),
         "free": lambda: cache.free("a"),
         "stats": cache.stats,
         "num_free_blocks": cache.num_free_blocks,
