@@ -314,7 +314,8 @@ class PagedKVCache:
             return export_blocks(self.lib, pool, sequence.table)
 
     def import_seq(self, seq_id: Hashable, envelope: bytes | bytearray | memoryview) -> None:
-        """Begins a sequence with ``envelope``, what ``export_seq`` gave: every bit of K and V, in other blocks.
+        """Begins a sequence with ``envelope``, which ``export_seq`` made: every bit of K and V, in other
+        blocks.
 
         Any bytes are safe. The pool may have more or fewer blocks than the one they come from.
         Raises: TypeError for what holds no bytes; ValueError where ``seq_id`` is live, and for bytes that are
