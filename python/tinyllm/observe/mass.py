@@ -43,7 +43,7 @@ def attention_mass(
     >>> mass = attention_mass(q, cache.view(0), [cache.block_table("a")], [cache.seq_len("a")])
     >>> cache.look({"a": mass[0]})
 
-    It costs about what the attention does; some 32 * B * H * n bytes and a few MiB are taken meanwhile.
+    It costs a few times what the attention does; some 32 * B * H * n bytes and a few MiB are taken meanwhile.
     ``record`` and ``timeline`` see nothing of it.
 
     Raises: as ``paged_attention``.
