@@ -131,6 +131,21 @@ test-install: all .venv-install/install.stamp ## wheel, sdist, pkg-config and CM
 	@tests/venv.sh "$(PYTHON)" .venv-install $<
 	@touch $@
 
+.PHONY: test-hf
+test-hf: all .venv-hf/oldest.stamp .venv-hf/newest.stamp ## tinyllm.hf on the oldest and the newest transformers 5 (1.6 GB to install)
+	@for version in oldest newest; do \
+	    TINYLLM_LIB=$(abspath $(B))/libtinyllm.so PYTHONPATH=.venv-hf/$$version:python \
+	        .venv-hf/bin/python -m pytest -q -W ignore tests/hf || exit 1; \
+	done
+
+.venv-hf/common.stamp: tests/hf/requirements.txt tests/venv.sh
+	@tests/venv.sh "$(PYTHON)" .venv-hf $<
+	@touch $@
+
+.venv-hf/%.stamp: tests/hf/%.txt .venv-hf/common.stamp
+	@tests/venv.sh "$(PYTHON)" .venv-hf $< --no-deps --upgrade --target .venv-hf/$*
+	@touch $@
+
 # Watching the scope of every lane array would make the kernels take minutes to compile.
 asan: ## the C tests under AddressSanitizer, UBSan and the leak check
 	@$(MAKE) --no-print-directory test-c B=c/build/asan CFLAGS='-O1 -g -fno-omit-frame-pointer' \

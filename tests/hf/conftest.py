@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: MIT
+"""One torch thread but where a test says otherwise; threads that wait sleep, also on a busy machine."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is loaded
+
+import torch
+from tiny import register_references
+
+torch.set_num_threads(1)
+register_references()
