@@ -177,6 +177,7 @@ SEEN = [(row, split) for row, s in enumerate(ROWS) for split in range(1 + (LENGT
     where=st.sets(st.tuples(st.sampled_from(SEEN), st.integers(0, 3)), min_size=1, max_size=4),
     element=st.integers(0, 7),
 )
+@example(where={((0, 1), 0), ((0, 0), 1)}, element=3)  # head by head, not split by split
 def test_a_bit_of_the_states(good: Path, tmp_path: Path, where: Any, element: int) -> None:
     """Of several the first by sequence, row, head and split."""
     places = {(row, head, split) for (row, split), head in where}

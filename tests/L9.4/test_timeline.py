@@ -330,7 +330,8 @@ def test_nothing_watched_is_said() -> None:
     assert str(found) == "no call was watched"
     assert texts(svg_of(found), "text") == ["no call was watched"]
     assert found.to_chrome()["traceEvents"] == [
-        {"ph": "M", "name": "thread_name", "pid": 0, "tid": -1, "args": {"name": "calls"}}
+        {"ph": "M", "name": "thread_name", "pid": 1, "tid": 0, "args": {"name": "calls"}},
+        {"ph": "M", "name": "thread_sort_index", "pid": 1, "tid": 0, "args": {"sort_index": 0}},
     ]
     assert found.busy().shape == (0,)
 
@@ -348,15 +349,17 @@ def test_chrome_json_holds_every_event(batch: Batch, tmp_path: Path) -> None:
         batch.run(threads=2)
     found.save(tmp_path / "call.json")
     trace = json.loads((tmp_path / "call.json").read_text())
-    names = {e["tid"]: e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M"}
-    assert names == {-1: "calls", 0: "worker 0", 1: "worker 1"}
+    named = [e for e in trace["traceEvents"] if e["name"] == "thread_name"]
+    names = {e["tid"]: e["args"]["name"] for e in named}
+    assert names == {0: "worker 0", 1: "worker 1", 2: "calls"}
     bars = [e for e in trace["traceEvents"] if e["ph"] == "X"]
     assert {e["ph"] for e in trace["traceEvents"]} == {"M", "X"}
-    assert all(e["ts"] >= 0 and e["dur"] >= 0 and e["tid"] in names and e["pid"] == 0 for e in bars)
-    calls, work = ([e for e in bars if (e["tid"] == -1) == is_call] for is_call in (True, False))
+    assert all(e["ts"] >= 0 and e["dur"] >= 0 and e["tid"] in names and e["pid"] == 1 for e in bars)
+    calls, work = ([e for e in bars if (e["tid"] == 2) == is_call] for is_call in (True, False))
     assert [(c["name"], c["args"]["call"]) for c in calls] == [("paged_attention", 0), ("paged_attention", 1)]
     assert calls[0]["ts"] == 0
     for bar, event in zip(work, found.events, strict=True):
+        assert bar["tid"] == event["worker"]
         assert bar["cat"] == ("rows", "shared", "merge")[event["what"]]
         assert bar["args"]["seq"] == event["seq"]
         assert bar["name"] == (

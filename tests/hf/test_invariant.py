@@ -94,7 +94,7 @@ def test_in_bfloat16_too() -> None:
 
 
 def test_without_it_logits_agree_to_rounding_only(capsys: pytest.CaptureFixture[str]) -> None:
-    """That bits differ is a property of a machine and a build of torch, no claim: it is told, not asserted."""
+    """That bits differ is a property of a machine and a build of torch: it is told, not asserted."""
     (model,) = models("llama", "tinyllm", **ODD)
     together = packed_logits(model, dict(enumerate(EIGHT)))
     alone = {i: packed_logits(model, {i: text})[i] for i, text in enumerate(EIGHT)}

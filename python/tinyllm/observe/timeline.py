@@ -178,39 +178,29 @@ class Timeline:
         return f"<Timeline of {len(self.calls)} calls, {len(self.events)} events>"
 
     def to_chrome(self) -> dict[str, Any]:
-        """The Chrome trace format, which Perfetto and chrome://tracing open: microseconds from the first
-        call's begin."""
+        """The Chrome trace format, which Perfetto and chrome://tracing open: microseconds from the begin of
+        the first call; tid is the worker, and one more thread holds the calls."""
         origin = min((call.begin_ns for call in self.calls), default=0)
         n_workers = max((call.n_workers for call in self.calls), default=0)
-        lanes = ["calls", *(f"worker {i}" for i in range(n_workers))]
-        events: list[dict[str, Any]] = [
-            {"ph": "M", "name": "thread_name", "pid": 0, "tid": tid, "args": {"name": name}}
-            for tid, name in enumerate(lanes, -1)
-        ]
+        events: list[dict[str, Any]] = []
 
-        def bar(name: str, kind: str, tid: int, begin: int, end: int, **args: Any) -> None:
-            ts, dur = (begin - origin) / 1e3, (end - begin) / 1e3
-            events.append(
-                {
-                    "ph": "X",
-                    "name": name,
-                    "cat": kind,
-                    "pid": 0,
-                    "tid": tid,
-                    "ts": ts,
-                    "dur": dur,
-                    "args": args,
-                }
-            )
+        def add(ph: str, tid: int, name: str, args: dict[str, Any], **more: Any) -> None:
+            events.append({"ph": ph, "pid": 1, "tid": tid, "name": name, **more, "args": args})
 
+        def add_bar(tid: int, name: str, args: dict[str, Any], kind: str, begin: int, end: int) -> None:
+            add("X", tid, name, args, cat=kind, ts=(begin - origin) / 1e3, dur=(end - begin) / 1e3)
+
+        for tid, lane in enumerate([*(f"worker {i}" for i in range(n_workers)), "calls"]):
+            add("M", tid, "thread_name", {"name": lane})
+            add("M", tid, "thread_sort_index", {"sort_index": (tid + 1) % (n_workers + 1)})  # calls on top
         for i, call in enumerate(self.calls):
             facts = {"call": i, "sequences": call.n_sequences, "workers": call.n_workers, "lost": call.n_lost}
-            bar(call.fn, "call", -1, call.begin_ns, call.end_ns, **facts)
+            add_bar(n_workers, call.fn, facts, "call", call.begin_ns, call.end_ns)
         for e in self.events:
             values = {name: int(e[name]) for name in EVENT.names or ()}
-            worker, begin, end = (values.pop(name) for name in ("worker", "begin_ns", "end_ns"))
-            what = ("rows", "shared", "merge")[values.pop("what")]
-            bar(timeline_picture.name_of(e), what, worker, begin, end, **values)
+            worker, what, begin, end = (values.pop(n) for n in ("worker", "what", "begin_ns", "end_ns"))
+            kind = ("rows", "shared", "merge")[what]
+            add_bar(worker, timeline_picture.name_of(e), values, kind, begin, end)
         return {"traceEvents": events, "displayTimeUnit": "ns", "otherData": {"lost": self.n_lost}}
 
     def save(self, path: str | os.PathLike[str]) -> None:
