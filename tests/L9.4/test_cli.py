@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -383,8 +384,49 @@ def test_bench_goes_through_four_times_the_cache_or_what_memory_has_room_for() -
     assert shape.layer_bytes == shape.call_bytes == 4 << 20
     assert shape.fitted(1 << 40, 32 << 20).layers == 32
     assert shape.fitted(None, 33 << 20).layers == 33
+    assert replace(shape, ctx=1 << 20, window=16).fitted(None, 1 << 30).layers == 4  # 4 GiB each, hardly seen
+    assert replace(shape, ctx=1, batch=2048).fitted(None, 1 << 30).layers == 4  # 2048 appends each
+    assert replace(shape, ctx=1).fitted(None, 1 << 30).layers == 1024
     tight = shape.fitted(64 << 20, 32 << 20)
     assert 1 <= tight.layers < 16 and tight.layers * (4 << 20) + tight.other_bytes <= 0.8 * (64 << 20)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (1.23e-6, "1.23 us"),
+        (45.67e-6, "45.7 us"),
+        (999.4e-6, "999 us"),
+        (999.6e-6, "1.00 ms"),
+        (2.5, "2.50 s"),
+    ],
+)
+def test_times_have_three_digits(seconds: float, text: str) -> None:
+    assert bench._time(seconds) == text
+
+
+@settings(deadline=None)
+@given(n=st.integers(1, 10**6) | st.integers(1, 200), threads=st.integers(1, 70))
+def test_bench_reads_every_byte_once_on_no_more_threads_than_asked(n: int, threads: int) -> None:
+    parts = bench.pieces(n, threads)
+    assert 1 <= len(parts) <= threads
+    assert [begin for begin, _ in parts] == [sum(size for _, size in parts[:i]) for i in range(len(parts))]
+    assert sum(size for _, size in parts) == n and all(begin % 64 == 0 for begin, _ in parts)
+
+
+@pytest.mark.usefixtures("lib")
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("--heads", "4096/1", "--dim", "1", "--ctx", "2"),
+        ("--heads", "1", "--dim", "4096", "--ctx", "1"),
+        ("--heads", "1", "--dim", "1", "--ctx", "3", "--block", "1000000"),
+        ("--heads", "2", "--dim", "4", "--ctx", "5", "--batch", "30"),
+        ("--heads", "1", "--dim", "8", "--ctx", "2000", "--window", "7"),
+    ],
+)
+def test_bench_measures_shapes_at_the_edges(argv: tuple[str, ...]) -> None:
+    assert cli.main(["bench", "--seconds", "0.01", "--threads", "2", *argv]) == 0
 
 
 @pytest.mark.usefixtures("lib")
@@ -427,7 +469,7 @@ def test_demo_proves_that_the_bits_are_the_same(run: Run, lib: Lib) -> None:
     digests = re.findall(r" ([0-9a-f]{16})$", text, re.MULTILINE)
     assert len(digests) == len(demo.WAYS) + len(lib.tl_isa_names().split()) - 1 and len(set(digests)) == 1
     assert "Equal, to the last bit." in text and "DIFFERS" not in text
-    assert "8 chats copied it before they wrote" in text and "make demo" in text
+    assert "8 copies, and no other ever" in text and "make demo" in text
     assert all(len(line) <= 80 for line in text.splitlines())
 
 

@@ -56,7 +56,10 @@ on a quiet machine.
 """
 
 _CACHES: Final = 4  # times the last level cache: what is read before the same bytes come again
-_MOST_LAYERS: Final = 1024
+_SOME_CACHE: Final = 64 << 20  # where the system does not tell
+_MOST_LAYERS: Final = 1024  # this and the next two: so that filling takes seconds at most
+_MOST_APPENDS: Final = 8192
+_MOST_POOL: Final = 16  # times the last level cache, where one layer is not larger
 _MEMORY_SHARE: Final = 0.8  # of what can be had: more than this is refused
 _FEWEST_TURNS: Final = 3
 _LEAST_READING: Final = (1e-4, 1e-3)  # seconds at a time, of one thread and of several that are told to begin
@@ -109,10 +112,11 @@ class Shape:
                 f"--ctx {self.ctx} --batch {self.batch} takes {wanted} of memory, and of the {free} that can "
                 "be had a fifth is left alone: make --ctx, --batch, --heads or --dim smaller"
             )
-        layers = -(-_CACHES * (cache or 64 << 20) // self.call_bytes)
+        cache = cache or _SOME_CACHE
+        most = min(_MOST_LAYERS, _MOST_APPENDS // self.batch, _MOST_POOL * cache // self.layer_bytes)
         if room is not None:
-            layers = min(layers, room // self.layer_bytes)
-        return replace(self, layers=max(1, min(layers, _MOST_LAYERS)))
+            most = min(most, room // self.layer_bytes)
+        return replace(self, layers=max(1, min(most, -(-_CACHES * cache // self.call_bytes))))
 
 
 @dataclass(frozen=True)
@@ -238,11 +242,10 @@ class Workload:
 
     def read(self, begin: int, n: int) -> None:
         """Reads ``n`` bytes of the pool from ``begin`` on, on as many threads as a call has."""
-        part = -(-n // self.shape.threads + 63) & ~63
         read, address = self.cache.lib.tl_memory_read, self._memory + begin
-        first, *others = ((address + at, min(part, n - at)) for at in range(0, n, part))
-        waiting = [self._readers.submit(read, *other) for other in others]
-        read(*first)
+        own, *others = pieces(n, self.shape.threads)
+        waiting = [self._readers.submit(read, address + at, size) for at, size in others]
+        read(address + own[0], own[1])
         for other in waiting:
             other.result()
 
@@ -273,6 +276,12 @@ class Workload:
         return float(worst)
 
 
+def pieces(n: int, threads: int) -> list[tuple[int, int]]:
+    """``n`` > 0 bytes in a piece for each thread, of whole cache lines as far as they go: where, how many."""
+    size = -(-n // threads) + 63 & ~63
+    return [(begin, min(size, n - begin)) for begin in range(0, n, size)]
+
+
 @contextmanager
 def workload(lib: Lib, shape: Shape) -> Iterator[Workload]:
     """Makes a workload and takes it down."""
@@ -301,7 +310,8 @@ def measure(work: Workload, seconds: float) -> Result:
         begin = clock()
         work.decode(0)
         tries.append(clock() - begin)
-    at_once = min(shape.layers, 1 + int(_LEAST_READING[shape.threads > 1] / min(tries)))
+    wanted = 1 + int(_LEAST_READING[shape.threads > 1] / min(tries))
+    at_once = min(wanted, shape.layers * shape.layer_bytes // shape.call_bytes)
     piece = at_once * shape.call_bytes
     calls: list[float] = []
     reads: list[float] = []
@@ -314,7 +324,7 @@ def measure(work: Workload, seconds: float) -> Result:
             work.decode(layer)
             marks.append(clock())
         calls += np.diff(marks).tolist()
-        for i in range(shape.layers // at_once):
+        for i in range(max(1, shape.layers // at_once)):
             before = clock()
             work.read(i * piece, piece)
             reads.append(clock() - before)
@@ -358,7 +368,7 @@ def print_row(shape: Shape, r: Result) -> None:
 
 def _time(seconds: float) -> str:
     for unit, scaled in (("us", seconds * 1e6), ("ms", seconds * 1e3)):
-        if scaled < 1000:
+        if scaled < 999.5:
             return f"{scaled:#.3g}".rstrip(".") + f" {unit}"
     return f"{seconds:#.3g} s"
 

@@ -146,18 +146,16 @@ def tell(chats: Chats) -> None:
     print(bold(f"2. {CHATS} chats begin with it"))
     print(f"   {CHATS} forks took {1e3 * took:.1f} ms and {more} blocks: they share the prompt's.\n")
 
-    last = prompt - 1
     begin = time.perf_counter()
-    list(chats.step(0))
-    copied = sum(cache.block_table(name)[last] != cache.block_table("prompt")[last] for name in NAMES)
-    for t in range(1, STEPS):
+    for t in range(STEPS):
         list(chats.step(t))
     took = time.perf_counter() - begin
+    copied = cache.snapshot().counters["copies_on_write"]
     used, alone = cache.stats()["used"], prompt + CHATS * -(-(PROMPT + STEPS) // b)
     saved = human_bytes((alone - used) * int(cache.lib.tl_kv_block_bytes(cache.pool)))
     print(bold(f"3. Each goes its own way, {STEPS} tokens, all in one batch"))
-    print(f"   The prompt's last block, {PROMPT % b} of {b} full, was shared when the first token came:")
-    print(f"   {copied} chats copied it before they wrote, and nothing else was ever copied.")
+    print(f"   The first token of each goes to the prompt's last block, {PROMPT % b} of {b} full and")
+    print(f"   shared, which is copied before it is written: {copied} copies, and no other ever.")
     print(f"   {1e3 * took / STEPS:.1f} ms a step. {used} blocks in use, not {alone}: {saved} saved.\n")
     print(bold("4. What the pool looks like now, by cache.look()"))
     print(cache.look(), end="\n\n")
