@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: MIT
 """libtinyllm: the attention step of LLM inference on CPUs over a paged KV cache, with the same bits always.
 
-The library is loaded when something first needs it, not by the import.
+The library is loaded when something first needs it, not by the import; so are the parts that look at caches
+and calls, which an engine does without.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 import tinyllm._requirements  # noqa: F401  first, for it says what is missing before anything else stumbles
 from tinyllm._version import __version__
@@ -17,12 +21,14 @@ from tinyllm.errors import AbiMismatch, ClosedError, OutOfBlocks, TlError
 from tinyllm.infer.paged import PagedKVCache
 from tinyllm.kv_view import KVView
 from tinyllm.modern.window import windowed_attention
-from tinyllm.observe.diff import diff
-from tinyllm.observe.mass import attention_mass
-from tinyllm.observe.recording import Recording, record
-from tinyllm.observe.snapshot import Snapshot
-from tinyllm.observe.timeline import timeline
 from tinyllm.threads import ThreadPool
+
+if TYPE_CHECKING:
+    from tinyllm.observe.diff import diff
+    from tinyllm.observe.mass import attention_mass
+    from tinyllm.observe.recording import Recording, record
+    from tinyllm.observe.snapshot import Snapshot
+    from tinyllm.observe.timeline import timeline
 
 __all__ = [
     "AbiMismatch",
@@ -46,3 +52,23 @@ __all__ = [
     "timeline",
     "windowed_attention",
 ]
+
+_LATER = {
+    "Recording": "tinyllm.observe.recording",
+    "Snapshot": "tinyllm.observe.snapshot",
+    "attention_mass": "tinyllm.observe.mass",
+    "diff": "tinyllm.observe.diff",
+    "record": "tinyllm.observe.recording",
+    "timeline": "tinyllm.observe.timeline",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module 'tinyllm' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_LATER[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})

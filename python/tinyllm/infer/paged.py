@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,9 +42,10 @@ from tinyllm.ffi.libtinyllm import (
     u32_ptr,
 )
 from tinyllm.kv_view import KVView
-from tinyllm.observe.metrics import prometheus
-from tinyllm.observe.picture import Picture
-from tinyllm.observe.snapshot import Snapshot, pool_blocks, sequence_state
+
+if TYPE_CHECKING:  # loaded by the first look: an engine does without
+    from tinyllm.observe.picture import Picture
+    from tinyllm.observe.snapshot import Snapshot
 
 __all__ = ["OutOfBlocks", "PagedKVCache"]
 
@@ -409,6 +410,8 @@ class PagedKVCache:
 
         Raises: OSError where ``path`` cannot be written.
         """
+        from tinyllm.observe.snapshot import Snapshot, pool_blocks, sequence_state
+
         with self._handle as pool:
             stats = self._pool_stats(pool)
             sequences = tuple(
@@ -443,6 +446,8 @@ class PagedKVCache:
         Raises: KeyError for an unknown sequence in ``mass``; TypeError, ValueError for what is no float array
         over its table.
         """
+        from tinyllm.observe.picture import Picture
+
         taken = self.snapshot()
         places = {seq_id: i for i, seq_id in enumerate(self._sequences)}
         for seq_id in mass or {}:
@@ -457,6 +462,8 @@ class PagedKVCache:
 
         Raises: ValueError for a name that labels cannot have; TypeError for a value that is no string.
         """
+        from tinyllm.observe.metrics import prometheus
+
         return prometheus(self.snapshot(), labels)
 
     def _repr_svg_(self) -> str:
