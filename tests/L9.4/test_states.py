@@ -151,7 +151,7 @@ BAD_STATES: list[tuple[str, tuple[Any, Any], dict[str, Any], type[Exception], st
 
 
 @pytest.mark.parametrize(
-    ("name", "splits", "changes", "error", "text"), BAD_STATES, ids=lambda v: str(v)[:20]
+    ("name", "splits", "changes", "error", "text"), BAD_STATES, ids=[case[0] for case in BAD_STATES]
 )
 def test_states_refuse(
     batch: Batch, name: str, splits: Any, changes: dict[str, Any], error: type[Exception], text: str
@@ -204,7 +204,9 @@ BAD_PARTS: list[tuple[str, Any, dict[str, Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "parts", "options", "error", "text"), BAD_PARTS, ids=lambda v: str(v)[:12])
+@pytest.mark.parametrize(
+    ("name", "parts", "options", "error", "text"), BAD_PARTS, ids=[case[0] for case in BAD_PARTS]
+)
 def test_merge_refuses(
     name: str, parts: Any, options: dict[str, Any], error: type[Exception], text: str
 ) -> None:
