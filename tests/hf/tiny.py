@@ -9,12 +9,10 @@ agree less closely than float32 would let them. "eager" is transformers' own, wi
 from __future__ import annotations
 
 import copy
-import inspect
 from typing import Any
 
 import tinyllm.hf
 import torch
-import transformers
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
@@ -48,12 +46,7 @@ KINDS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "gpt-oss": ("gpt_oss", 4, {"sliding_window": 5, "num_local_experts": 2, "num_experts_per_tok": 1}),
 }
 WITHOUT_EXPERTS = [kind for kind in KINDS if kind != "gpt-oss"]
-# The keyword of a cache, which transformers renamed.
-CACHE = (
-    "cache"
-    if "cache" in inspect.signature(transformers.LlamaForCausalLM.forward).parameters
-    else "past_key_values"
-)
+CACHE = tinyllm.hf.CACHE_KEYWORD
 
 
 def config_of(kind: str, **more: Any) -> Any:

@@ -30,11 +30,12 @@ if (_found := _demand("transformers")).split(".")[0] != "5":
     )
 
 from tinyllm.hf.attention import register  # noqa: E402
-from tinyllm.hf.cache import PagedCache  # noqa: E402
+from tinyllm.hf.cache import CACHE_KEYWORD, PagedCache  # noqa: E402
 from tinyllm.hf.invariant import FixedTileLinear, make_batch_invariant  # noqa: E402
 from tinyllm.hf.packed import Packed, forward_packed, new_kv  # noqa: E402
 
 __all__ = [
+    "CACHE_KEYWORD",
     "FixedTileLinear",
     "Packed",
     "PagedCache",

@@ -8,12 +8,14 @@ import itertools
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from inspect import signature
+from typing import Any, Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.masking_utils import create_causal_mask
 
 from tinyllm._check import integer
 from tinyllm.errors import ClosedError, OutOfBlocks
@@ -22,7 +24,10 @@ from tinyllm.hf.config import layers_of
 from tinyllm.hf.rows import Scoring, Tensor, Threads, as_stored, attend_sequences, rows_of
 from tinyllm.infer.paged import PagedKVCache
 
-__all__ = ["PagedCache"]
+__all__ = ["CACHE_KEYWORD", "PagedCache"]
+
+# What ``model(...)`` and ``generate()`` of this version call their cache: since 5.23 it is "cache".
+CACHE_KEYWORD: Final = "cache" if "cache" in signature(create_causal_mask).parameters else "past_key_values"
 
 _names = itertools.count()  # ids of sequences: caches that share a pool never meet
 
@@ -79,7 +84,7 @@ class PagedCache(Cache):  # type: ignore[misc]
     """A cache for ``generate()`` and ``model(...)``, whose keys and values lie in blocks of a pool.
 
     >>> with PagedCache(model.config, num_blocks=512) as cache:
-    ...     model.generate(ids, past_key_values=cache, max_new_tokens=100)
+    ...     model.generate(ids, cache=cache, max_new_tokens=100)  # past_key_values=cache before 5.23
 
     config: the model's. num_blocks: blocks of ``block_size`` positions, of all layers each; a sequence of n
     positions takes ceil(n / block_size), and every beam is a sequence. Their memory is reserved at the first
