@@ -109,6 +109,26 @@ def uncapped(kind: str) -> dict[str, Any]:
     return {"final_logit_softcapping": None} if kind == "gemma2" else {}
 
 
+def test_norms_tables_and_activations_see_pieces_of_one_size_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    (model,) = models("qwen3", "tinyllm", **ODD)
+    kinds = {type(m) for m in make_batch_invariant(model).modules() if "forward" in vars(m)}
+    seen: dict[str, set[tuple[int, ...]]] = {}
+
+    def watched(kind: Any, plain: Any) -> Any:
+        def forward(self: Any, x: Any, *rest: Any) -> Any:
+            seen.setdefault(kind.__name__, set()).add(tuple((rest[0] if rest else x).shape))
+            return plain(self, x, *rest)
+
+        return forward
+
+    for kind in kinds:
+        monkeypatch.setattr(kind, "forward", watched(kind, kind.forward))
+    packed_logits(model, dict(enumerate(EIGHT)))
+    assert seen.pop("Qwen3RMSNorm") == {(16, 72), (16, 16)}  # of rows, and of heads
+    assert seen.pop("Qwen3RotaryEmbedding") == {(1, 16)}
+    assert list(seen.values()) == [{(8192,)}]
+
+
 # --- what it does to a model --------------------------------------------------------------------------------
 
 
