@@ -405,15 +405,6 @@ def test_times_have_three_digits(seconds: float, text: str) -> None:
     assert bench._time(seconds) == text
 
 
-@settings(deadline=None)
-@given(n=st.integers(1, 10**6) | st.integers(1, 200), threads=st.integers(1, 70))
-def test_bench_reads_every_byte_once_on_no_more_threads_than_asked(n: int, threads: int) -> None:
-    parts = bench.pieces(n, threads)
-    assert 1 <= len(parts) <= threads
-    assert [begin for begin, _ in parts] == [sum(size for _, size in parts[:i]) for i in range(len(parts))]
-    assert sum(size for _, size in parts) == n and all(begin % 64 == 0 for begin, _ in parts)
-
-
 @pytest.mark.usefixtures("lib")
 @pytest.mark.parametrize(
     "argv",

@@ -6,41 +6,111 @@
 #include "attn_ref.h"
 #include "tinyllm/observe.h"
 
-/* ---- tl_memory_read ---- */
+/* ---- tl_kv_read ---- */
 
-/* The xor of the first word of every line, as the header has it. */
-static uint64_t first_words(const unsigned char *p, size_t n)
+/* The first byte of every 64 of each gapless run of rows, as the header has it: slots lo .. hi-1 of one side of a block. */
+static uint64_t first_bytes(const unsigned char *rows, int64_t token_bytes, int64_t row_bytes, int64_t lo, int64_t hi)
 {
-    uint64_t word, all = 0;
-    for (size_t at = 0; at + sizeof word <= n; at += 64) {
-        memcpy(&word, p + at, sizeof word);
-        all ^= word;
-    }
-    return all;
+    uint64_t word = 0;
+    if (token_bytes == row_bytes)
+        for (int64_t at = lo * row_bytes; at < hi * row_bytes; at += 64)
+            word ^= rows[at];
+    else
+        for (int64_t slot = lo; slot < hi; slot++)
+            for (int64_t at = 0; at < row_bytes; at += 64)
+                word ^= rows[slot * token_bytes + at];
+    return word;
 }
 
-TEST(reading_touches_every_line_and_nothing_behind_the_end)
+/* [blocks, 2, Hkv, b, D] of 16-bit values with `gap` elements behind each row, at the end of readable memory. */
+struct read_case {
+    unsigned char *data;
+    size_t bytes;
+    tl_kv_view view;
+    uint32_t tables[3 * 5];
+    int32_t ctx[3];
+};
+
+static void read_make(struct read_case *c, int64_t dim, int64_t gap, uint64_t seed)
 {
-    uint64_t rng = 12;
-    for (size_t n = 8; n <= 2000; n += 8) {
-        unsigned char *p = guarded(n);
-        for (size_t i = 0; i < n; i++)
-            p[i] = (unsigned char)(rng_next(&rng) >> 40);
-        CHECK(tl_memory_read(p, n) == first_words(p, n), "%zu bytes", n);
-        for (size_t cut = 1; cut < 8; cut++)
-            CHECK(tl_memory_read(p, n - cut) == first_words(p, n - cut), "%zu bytes", n - cut);
-        guarded_free(p, n);
-    }
+    enum { BLOCKS = 9, HEADS = 2, SLOTS = 6 };
+    const int64_t row = dim + gap, side = HEADS * SLOTS * row, all = BLOCKS * 2 * side - gap;
+    c->bytes = (size_t)all * 2;
+    c->data = guarded(c->bytes);
+    for (size_t i = 0; i < c->bytes; i++)
+        c->data[i] = (unsigned char)(rng_next(&seed) >> 40);
+    c->view = (tl_kv_view){c->data, c->data + side * 2, TL_F16, 0, BLOCKS, SLOTS, HEADS, dim, dim, 2 * side, SLOTS * row, row,
+                           2 * side, SLOTS * row, row};
+    for (int i = 0; i < 15; i++)
+        c->tables[i] = (uint32_t)rng_below(&seed, BLOCKS);
+    c->ctx[0] = 30, c->ctx[1] = 0, c->ctx[2] = 19;
 }
 
-TEST(reading_nothing_and_reading_badly)
+TEST(reading_touches_every_line_of_what_a_step_sees_and_nothing_else)
 {
-    _Alignas(8) char bytes[16] = {1};
-    tl_set_last_error(NULL);
-    CHECK(tl_memory_read(NULL, 0) == 0 && tl_last_error()[0] == '\0', "%s", tl_last_error());
-    CHECK(tl_memory_read(NULL, 1) == 0 && strstr(tl_last_error(), "tl_memory_read: p = ") && strstr(tl_last_error(), "NULL"), "%s",
-          tl_last_error());
-    CHECK(tl_memory_read(bytes + 4, 8) == 0 && strstr(tl_last_error(), "not aligned"), "%s", tl_last_error());
+    for (int64_t dim = 1; dim <= 130; dim += dim < 8 ? 1 : 61)
+        for (int64_t gap = 0; gap <= 3; gap += 3)
+            for (int64_t window = 0; window <= 25; window += 5)
+                for (int threads = 1; threads <= 3; threads += 2) {
+                    struct read_case c;
+                    read_make(&c, dim, gap, (uint64_t)(dim * 31 + window));
+                    tl_pool *tp = threads > 1 ? make_threads(threads) : NULL;
+                    uint64_t want = 0, got = 99;
+                    for (int s = 0; s < 3; s++)
+                        for (int64_t i = 0; i * 6 < c.ctx[s]; i++)
+                            for (int head = 0; head < 2; head++) {
+                                const int64_t first = window && window < c.ctx[s] ? c.ctx[s] - window : 0;
+                                const int64_t lo = first - i * 6 > 0 ? first - i * 6 : 0, hi = c.ctx[s] - i * 6 < 6 ? c.ctx[s] - i * 6 : 6;
+                                const int64_t at = c.tables[s * 5 + i] * c.view.k_block_stride + head * c.view.k_head_stride;
+                                const int64_t token = c.view.k_token_stride * 2;
+                                if (lo < hi)
+                                    want ^= first_bytes((const unsigned char *)c.view.k + at * 2, token, dim * 2, lo, hi) ^
+                                            first_bytes((const unsigned char *)c.view.v + at * 2, token, dim * 2, lo, hi);
+                            }
+                    CHECK_STATUS(tl_kv_read(&c.view, c.tables, 5, c.ctx, 3, window, tp, &got), TL_OK);
+                    CHECK(got == want, "D %lld, gap %lld, window %lld: %llx, want %llx", (long long)dim, (long long)gap, (long long)window,
+                          (unsigned long long)got, (unsigned long long)want);
+                    tl_pool_destroy(tp);
+                    guarded_free(c.data, c.bytes);
+                }
+}
+
+TEST(reading_badly_is_refused)
+{
+    struct read_case c;
+    uint64_t word = 5;
+    read_make(&c, 16, 0, 3);
+    const tl_kv_view sound = c.view;
+    const tl_kv_view no_k = {.v = sound.v}, odd = {.k = sound.k, .v = sound.v, .dtype = TL_I8};
+    CHECK_STATUS(tl_kv_read(&sound, c.tables, 5, c.ctx, 0, 0, NULL, &word), TL_OK);
+    CHECK(word == 0, "%llx of nothing", (unsigned long long)word);
+    word = 5;
+    const struct {
+        const tl_kv_view *view;
+        const uint32_t *tables;
+        int64_t table_stride;
+        const int32_t *ctx;
+        int64_t B;
+        const char *word;
+    } bad[] = {{NULL, c.tables, 5, c.ctx, 3, "view is NULL"},
+               {&no_k, c.tables, 5, c.ctx, 3, "view: k is NULL"},
+               {&odd, c.tables, 5, c.ctx, 3, "dtype"},
+               {&sound, NULL, 5, c.ctx, 3, "block_tables is NULL"},
+               {&sound, c.tables, 5, NULL, 3, "ctx_lens is NULL"},
+               {&sound, c.tables, 0, c.ctx, 3, "tables of 0"},
+               {&sound, c.tables, 5, c.ctx, -1, "B = -1"},
+               {&sound, c.tables, INT64_MAX / 2, c.ctx, 3, "B = 3 tables"},
+               {&sound, c.tables, 4, c.ctx, 3, "sequence 0: ctx_len = 30, a table has 4 blocks of 6"},
+               {&sound, c.tables, 5, (const int32_t[]){1, -1, 1}, 3, "sequence 1: ctx_len = -1"},
+               {&sound, (const uint32_t[]){0, 1, 9}, 3, (const int32_t[]){13}, 1, "sequence 0: block_table[2] = 9, the view has 9 blocks"}};
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        CHECK_STATUS(tl_kv_read(bad[i].view, bad[i].tables, bad[i].table_stride, bad[i].ctx, bad[i].B, 0, NULL, &word), TL_EINVAL);
+        CHECK(strstr(tl_last_error(), bad[i].word) && word == 5, "case %zu: %s", i, tl_last_error());
+    }
+    CHECK_STATUS(tl_kv_read(&sound, (const uint32_t[]){9, 9, 1}, 3, (const int32_t[]){13}, 1, 1, NULL, &word), TL_OK); /* behind the window */
+    CHECK_STATUS(tl_kv_read(&sound, c.tables, 5, c.ctx, 3, 0, NULL, NULL), TL_EINVAL);
+    CHECK(strstr(tl_last_error(), "word is NULL"), "%s", tl_last_error());
+    guarded_free(c.data, c.bytes);
 }
 
 /* ---- names ---- */

@@ -3,7 +3,8 @@
 #ifndef TINYLLM_OBSERVE_H
 #define TINYLLM_OBSERVE_H
 
-#include "abi.h"
+#include "kv_view.h"
+#include "pool.h"
 
 /* What an event was. */
 #define TL_TRACE_ROWS 0   /* rows of one sequence walked over K and V */
@@ -27,10 +28,18 @@ typedef struct {
 
 TL_BEGIN_DECLS
 
-/* Loads one 64-bit word from every cache line (64 bytes) that begins in n bytes from p on, as fast as one thread can, and
- * returns the xor of those words: the speed no attention over the same bytes can pass by much. p: 8-byte aligned; the last
- * line is read only where 8 bytes of it are within n. Reentrant. NULL with n > 0, or p not aligned: 0, with the slot set. */
-TL_API uint64_t tl_memory_read(const void *p, size_t n);
+/* Reads what a decode step would, in its order, and computes nothing: the first byte of every 64 of the K and V rows of the
+ * last `window` (<= 0: all) of ctx_lens[s] positions of B sequences, head by head. *word: the xor of those bytes. A step of
+ * attention over the same bytes cannot be much faster; the time of this call is what it is measured against.
+ *
+ *   block_tables  [B] rows of table_stride entries; only entries of positions that are read are looked at
+ *   ctx_lens      [B] tokens, >= 0
+ *
+ * Allocates nothing. Errors, *word untouched: TL_EINVAL for a NULL pointer (tp may be NULL), a view that is not sound (see
+ * tl_paged_attn_f32), B < 0, table_stride < 1, sizes beyond the address space, a context length that is negative or beyond the
+ * table, an entry that would be read and names no block; TL_EBUSY. Threads: as for tl_paged_attn_f32. */
+TL_API tl_status tl_kv_read(const tl_kv_view *view, const uint32_t *block_tables, int64_t table_stride, const int32_t *ctx_lens,
+                            int64_t B, int64_t window, tl_pool *tp, uint64_t *word);
 
 TL_END_DECLS
 

@@ -366,7 +366,7 @@ static void keep_states(const struct call *c, const struct attn_job *job, struct
     }
 }
 
-static struct attn_job job_of(const struct call *c, int64_t seq, int64_t kv_head, const struct attn_row *row, struct hand *hand)
+static struct attn_job job_of(const struct call *c, int64_t seq, int64_t kv_head, struct attn_row *row, struct hand *hand)
 {
     return (struct attn_job){.view = &c->view, .block_table = c->a->block_tables + seq * c->a->table_stride, .kv_head = kv_head,
                              .scale = c->a->scale, .softcap = c->a->logits_softcap, .has_alibi = c->a->alibi_slopes != NULL,

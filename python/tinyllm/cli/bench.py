@@ -2,8 +2,8 @@
 """``tinyllm bench``: how fast a decode step of given shapes is here, beside the speed of reading its bytes.
 
 A shape is measured over several layers with the same contents, one after the other, so that what a call reads
-has left the caches since it was last read. Turn by turn the layers are decoded and then as many bytes of the
-same memory are read on as many threads: that is the roof, and both meet the machine in the same mood.
+has left the caches since it was last read. Turn by turn the layers are decoded and then merely read, the same
+bytes in the same order on as many threads: that is the roof, and both meet the machine in the same mood.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import product
@@ -37,7 +36,7 @@ from tinyllm.cli.common import (
     number,
     print_json,
 )
-from tinyllm.ffi.libtinyllm import TL_POOL_MAX_THREADS, Lib
+from tinyllm.ffi.libtinyllm import TL_POOL_MAX_THREADS, Lib, i32_ptr, u32_ptr, u64_ptr
 
 NAME: Final = "bench"
 HELP: Final = "how fast is a decode step of your shapes here, and how near the speed of memory?"
@@ -48,9 +47,9 @@ EXAMPLES: Final = """\
   TINYLLM_ISA=avx2 tinyllm bench                   another instruction set
 
 A decode step reads all K and V once, and memory limits it. `roof` is how fast
-the same number of bytes is merely read, in one straight line, on as many
-threads, in turns with the call: about the most this memory gives. (`make bench`
-in a checkout has a lower roof, which walks the blocks.) Times are those of one
+the same blocks are merely read, in the same order, on as many threads, in turns
+with the call. Blocks lie in order, as in a new cache; `make bench` in a
+checkout walks blocks that lie anywhere, which is slower. Times are those of one
 call for one layer, from Python. Outputs are compared with float64 first. Run it
 on a quiet machine.
 """
@@ -62,7 +61,6 @@ _MOST_APPENDS: Final = 8192
 _MOST_POOL: Final = 16  # times the last level cache, where one layer is not larger
 _MEMORY_SHARE: Final = 0.8  # of what can be had: more than this is refused
 _FEWEST_TURNS: Final = 3
-_LEAST_READING: Final = (1e-4, 1e-3)  # seconds at a time, of one thread and of several that are told to begin
 _BUSY: Final = 2.0  # times p10: a p90 above that comes from other programs
 _TOLERANCE: Final = 2e-5  # of the largest |v|: float32 arithmetic against float64
 
@@ -212,9 +210,8 @@ class Workload:
         shape: Shape,
         cache: tinyllm.PagedKVCache,
         pool: tinyllm.ThreadPool,
-        readers: ThreadPoolExecutor,
     ) -> None:
-        self.shape, self.cache, self._pool, self._readers = shape, cache, pool, readers
+        self.shape, self.cache, self._pool = shape, cache, pool
         rng = np.random.default_rng(1)
         self.k, self.v = (
             rng.standard_normal((shape.kv_heads, shape.ctx + shape.batch, shape.dim), np.float32)
@@ -227,7 +224,9 @@ class Workload:
             cache.add_seq(s)
             for layer in range(shape.layers):
                 cache.append(s, layer, *self.kv(s))
-        self._memory = cache.lib.tl_kv_block_ptr(cache.pool, 0, 0, 0)
+        self._tables = np.array([cache.block_table(s) for s in self._ids], np.uint32)
+        self._lengths = np.full(shape.batch, shape.ctx, np.int32)
+        self._word = np.empty(1, np.uint64)  # what tl_kv_read answers, which nobody asks for
 
     def kv(self, s: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """K and V of sequence ``s``, as appended: sequences are shifted against each other."""
@@ -240,14 +239,13 @@ class Workload:
             window=self.shape.window, threads=self._pool, out=self.out,
         )  # fmt: skip
 
-    def read(self, begin: int, n: int) -> None:
-        """Reads ``n`` bytes of the pool from ``begin`` on, on as many threads as a call has."""
-        read, address = self.cache.lib.tl_memory_read, self._memory + begin
-        own, *others = pieces(n, self.shape.threads)
-        waiting = [self._readers.submit(read, address + at, size) for at, size in others]
-        read(address + own[0], own[1])
-        for other in waiting:
-            other.result()
+    def read(self, layer: int) -> None:
+        """Reads what that call reads, and computes nothing."""
+        with self._pool._handle as threads:
+            self.cache.lib.tl_kv_read(
+                self.cache.view(layer)._pointer, u32_ptr(self._tables), self._tables.shape[1],
+                i32_ptr(self._lengths), len(self._lengths), self.shape.window, threads, u64_ptr(self._word),
+            )  # fmt: skip
 
     def error(self) -> float:
         """The largest difference of a result from float64, in units of the largest value; infinity where
@@ -276,61 +274,36 @@ class Workload:
         return float(worst)
 
 
-def pieces(n: int, threads: int) -> list[tuple[int, int]]:
-    """``n`` > 0 bytes in a piece for each thread, of whole cache lines as far as they go: where, how many."""
-    size = -(-n // threads) + 63 & ~63
-    return [(begin, min(size, n - begin)) for begin in range(0, n, size)]
-
-
 @contextmanager
 def workload(lib: Lib, shape: Shape) -> Iterator[Workload]:
     """Makes a workload and takes it down."""
     progress(f"ctx {shape.ctx}, batch {shape.batch}: filling {human_bytes(shape.layer_bytes * shape.layers)}")
     cache = tinyllm.PagedKVCache(lib, shape.blocks, shape.block, shape.layers, shape.kv_heads, shape.dim)
-    with (
-        cache,
-        tinyllm.ThreadPool(shape.threads, lib=lib) as pool,
-        ThreadPoolExecutor(max(1, shape.threads - 1)) as readers,
-    ):
-        yield Workload(shape, cache, pool, readers)
+    with cache, tinyllm.ThreadPool(shape.threads, lib=lib) as pool:
+        yield Workload(shape, cache, pool)
         progress("")
 
 
 def measure(work: Workload, seconds: float) -> Result:
-    """Rounds of calls and of plain reading, in turns, for so many seconds.
-
-    What is read at a time is one call's bytes or, of short calls, several calls', so that handing it to
-    threads does not count; and no more than that, so that what disturbs the calls disturbs the reading alike.
-    """
+    """Rounds of calls and of plain reading, in turns, for so many seconds."""
     shape, clock = work.shape, time.perf_counter
     progress(f"ctx {shape.ctx}, batch {shape.batch}: checking")
     error = work.error()
-    tries = []
-    for _ in range(5):
-        begin = clock()
-        work.decode(0)
-        tries.append(clock() - begin)
-    wanted = 1 + int(_LEAST_READING[shape.threads > 1] / min(tries))
-    at_once = min(wanted, shape.layers * shape.layer_bytes // shape.call_bytes)
-    piece = at_once * shape.call_bytes
     calls: list[float] = []
     reads: list[float] = []
     begin = clock()
     turn = 0
     while turn < _FEWEST_TURNS or clock() - begin < seconds:
         progress(f"ctx {shape.ctx}, batch {shape.batch}: {clock() - begin:.0f} of {seconds:.0f} s")
-        marks = [clock()]
-        for layer in range(shape.layers):
-            work.decode(layer)
-            marks.append(clock())
-        calls += np.diff(marks).tolist()
-        for i in range(max(1, shape.layers // at_once)):
-            before = clock()
-            work.read(i * piece, piece)
-            reads.append(clock() - before)
+        for run, times in ((work.decode, calls), (work.read, reads)):
+            marks = [clock()]
+            for layer in range(shape.layers):
+                run(layer)
+                marks.append(clock())
+            times += np.diff(marks).tolist()
         turn += 1
     p10, median, p90 = np.percentile(calls, (10, 50, 90)).tolist()
-    rate, roof = shape.call_bytes / median, piece / float(np.median(reads))
+    rate, roof = shape.call_bytes / median, shape.call_bytes / float(np.median(reads))
     return Result(median, p10, p90, rate, roof, rate / roof, len(calls), error)
 
 

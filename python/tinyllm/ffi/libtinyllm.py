@@ -74,6 +74,7 @@ __all__ = [
     "signatures",
     "struct_ptr",
     "u32_ptr",
+    "u64_ptr",
 ]
 
 # --- constants ----------------------------------------------------------------------------------------------
@@ -380,7 +381,11 @@ PROTOTYPES: Final[tuple[tuple[str, Any, tuple[Any, ...]], ...]] = (
     ("tl_softmax_f32", STATUS, (_f32, _f32, c_int64, c_int64)),
     ("tl_softmax_online_f32", STATUS, (_f32, _f32, c_int64, c_int64)),
     # tinyllm/observe.h
-    ("tl_memory_read", c_uint64, (c_void_p, c_size_t)),
+    (
+        "tl_kv_read",
+        STATUS,
+        (POINTER(KvView), _u32, c_int64, _i32, c_int64, c_int64, c_void_p, POINTER(c_uint64)),
+    ),
     # tinyllm/attention.h
     (
         "tl_flash_attn_fwd_f32",
@@ -661,7 +666,7 @@ def _pointer(fn: str, a: Any, dtype: np.dtype[Any], ctype: Any) -> Any:
 
 
 _F32, _U32 = np.dtype(np.float32), np.dtype(np.uint32)
-_I32, _I64 = np.dtype(np.int32), np.dtype(np.int64)
+_I32, _I64, _U64 = np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.uint64)
 
 
 def f32_ptr(a: NDArray[np.float32] | None) -> Any:
@@ -686,6 +691,11 @@ def i32_ptr(a: NDArray[np.int32] | None) -> Any:
 def i64_ptr(a: NDArray[np.int64] | None) -> Any:
     """``f32_ptr`` for ``int64_t *``."""
     return _pointer("i64_ptr", a, _I64, c_int64)
+
+
+def u64_ptr(a: NDArray[np.uint64] | None) -> Any:
+    """``f32_ptr`` for ``uint64_t *``."""
+    return _pointer("u64_ptr", a, _U64, c_uint64)
 
 
 def struct_ptr(struct: Structure) -> Any:
