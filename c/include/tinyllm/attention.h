@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* attention.h: prefill over contiguous K and V, and one decode step over a paged KV cache.
+/* attention.h: prefill over contiguous K and V, one decode step over a paged KV cache, and any mixture of rows over anyone's
+ * paged memory, finished or as states to be merged.
  *
  * Dimensions: B sequences, H query heads, Hkv KV heads, G = H / Hkv heads in a group (query head h reads KV head h /
  * G), D head width.
