@@ -85,6 +85,21 @@ def test_a_copy_shares_blocks_and_goes_its_own_way(model: Any, cache: PagedCache
     assert used(cache) == 2 + 2
 
 
+def test_closing_a_copy_leaves_the_rest_and_closing_the_first_ends_all(model: Any) -> None:
+    with PagedCache(model.config, num_blocks=32, block_size=4) as cache:
+        read(model, cache, prompts(9))
+        with copy.deepcopy(cache) as twin:
+            read(model, twin, prompts(4), attention_mask=None)
+            assert used(cache) == 2 + 1 + 2
+        assert used(cache) == 3
+        read(model, cache, prompts(1), attention_mask=None)
+        with pytest.raises(ClosedError, match="this PagedCache is closed"):
+            read(model, twin, prompts(1), attention_mask=None)
+        late = copy.deepcopy(cache)
+    with pytest.raises(ClosedError):
+        read(model, late, prompts(1), attention_mask=None)
+
+
 def test_a_prompt_read_once_serves_a_batch(model: Any, cache: PagedCache) -> None:
     (prompt,), turns = prompts(8), prompts(3, 3, 3, seed=5)
     read(model, cache, [prompt])

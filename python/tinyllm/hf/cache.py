@@ -93,7 +93,7 @@ class PagedCache(Cache):  # type: ignore[misc]
 
     Beams, copies and repeated rows share blocks until they are written. ``copy.deepcopy`` makes such a copy
     of the whole cache: many turns can go on from one prompt. ``crop`` gives blocks back, ``reset`` all of
-    them; the pool itself is kept until ``close``, which every copy has to be done with.
+    them; the pool itself is kept until ``close``, before which copies should be done.
     ``kv`` is the PagedKVCache, None before the first forward; ``seq_ids`` the ids in it, one a row.
     Keys and values are stored as float16: those of a float32 or bfloat16 model are rounded once.
     Not thread-safe.
@@ -117,7 +117,7 @@ class PagedCache(Cache):  # type: ignore[misc]
         self.kv, self.seq_ids, self.columns = kv, rows, columns
         self._step: _Step | None = None
         self._offered: int | None = None  # the layer whose keys wait for the attention function
-        self._closed = False
+        self._closed, self._is_copy = False, False
         self._finalizer = None if kv is None else weakref.finalize(self, _free, kv, rows)
         super().__init__(layers=[_Layer(self, i) for i in range(len(columns))])
 
@@ -293,7 +293,7 @@ class PagedCache(Cache):  # type: ignore[misc]
         twin._num_blocks, twin._block_size, twin._threads = self._num_blocks, self._block_size, self._threads
         forks = [] if self.kv is None else self._forks(range(len(self.seq_ids)))
         twin._begin(self.kv, forks, list(self.columns))
-        twin._closed = self._closed
+        twin._closed, twin._is_copy = self._closed, self.kv is not None
         return twin
 
     # --- lifetime -----------------------------------------------------------------------------------------
@@ -306,11 +306,12 @@ class PagedCache(Cache):  # type: ignore[misc]
         self._set_columns(0)
 
     def close(self) -> None:
-        """Gives the pool back, copies or not; nothing happens the second time. Using the cache then raises
-        ClosedError."""
+        """Gives the pool back, or of a copy the blocks that it holds; nothing happens the second time. Using
+        the cache then raises ClosedError, and so do copies of one that is closed."""
         if self.kv is not None:
-            self.kv.close()
-        self.seq_ids.clear()
+            _free(self.kv, self.seq_ids)
+            if not self._is_copy:
+                self.kv.close()
         self._closed = True
 
     def __enter__(self) -> PagedCache:
