@@ -10,7 +10,7 @@ import pytest
 import tinyllm
 import torch
 from tiny import CACHE, apart, config_of, generate, models, padded, prompts
-from tinyllm.hf import PagedCache, register
+from tinyllm.hf import PagedCache, register, rows
 from tinyllm.hf.attention import attention, padding_mask
 from tinyllm.hf.rows import as_stored, rows_of
 from transformers import AutoModelForCausalLM
@@ -107,6 +107,48 @@ def test_the_bits_are_those_of_the_decode_call() -> None:
             np.ascontiguousarray(q[:, :, -1].numpy()), cache.kv, cache.seq_ids, 0, scale=0.3, window=4
         )
     np.testing.assert_array_equal(out[:, -1].numpy(), row)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_rows_of_padding_are_zero(cached: bool) -> None:
+    q, k, v = qkv()
+    with PagedCache(config_of("llama", num_hidden_layers=1)) as cache:
+        if cached:
+            k, v = cache.update(k, v, 0)
+        out, _ = attention(Layer(), q, k, v, torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]]))
+    assert not out[1, :2].any() and out[1, 2:].all() and out[0].all()
+
+
+def test_a_layer_goes_by_its_own_mask() -> None:
+    second = Layer()
+    second.layer_idx = 1
+    with PagedCache(config_of("llama", num_hidden_layers=2)) as cache:
+        for layer, mask in ((Layer(), None), (second, torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]]))):
+            q, k, v = qkv()
+            k, v = cache.update(k, v, layer.layer_idx)
+            attention(layer, q, k, v, mask)
+        lengths = [[cache.kv.seq_len(s, i) for s in cache.seq_ids] for i in range(2)]
+    assert lengths == [[6, 6], [6, 4]]
+
+
+def test_attention_runs_on_as_many_threads_as_torch_or_as_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    real = rows.paged_attention
+
+    def watched(*args: Any, threads: Any, **kwargs: Any) -> Any:
+        asked.append(threads)
+        return real(*args, threads=threads, **kwargs)
+
+    monkeypatch.setattr(rows, "paged_attention", watched)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    results = []
+    for threads in (None, 1, 3):
+        with PagedCache(config_of("llama", num_hidden_layers=1), threads=threads) as cache:
+            q, k, v = qkv()
+            k, v = cache.update(k, v, 0)
+            results.append(attention(Layer(), q, k, v, None)[0])
+    assert asked == [2, 1, 3]
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
 # --- refusals -----------------------------------------------------------------------------------------------
