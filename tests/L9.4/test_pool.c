@@ -637,6 +637,16 @@ TEST(pools_come_and_go)
     }
 }
 
+TEST(destroy_wakes_all_who_sleep)
+{
+    for (int i = 0; i < 3; i++) {
+        tl_pool *pool = pool_of(8);
+        check_ranges(pool, 100, 1);
+        nap_us(50000); /* bounded spinning is over by then */
+        pool_done(pool);
+    }
+}
+
 static double cpu_seconds(void)
 {
     struct timespec t;
