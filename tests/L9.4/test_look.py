@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from tinyllm import ClosedError, PagedKVCache
 from tinyllm.ffi.libtinyllm import Lib, u32_ptr
-from tinyllm.observe.layout import harmless
+from tinyllm.observe.layout import harmless, human_bytes
 from tinyllm.observe.picture import Picture
 from tinyllm.observe.snapshot import BLOCK, SequenceState, Snapshot
 
@@ -92,6 +92,15 @@ def map_rows(text: str, n: int) -> str:
 
 
 # --- text ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("n", "said"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1000 B"), (1023, "1023 B"), (1024, "1 KiB"), (1536, "1.5 KiB"),
+     (999 << 10, "999 KiB"), (1010 << 10, "0.986 MiB"), (5 << 40, "5 TiB")],
+)  # fmt: skip
+def test_bytes_have_three_digits_and_no_exponent(n: int, said: str) -> None:
+    assert human_bytes(n) == said
 
 
 def test_each_cell_says_whose_its_block_is_and_whether_it_is_full(cache: PagedKVCache) -> None:

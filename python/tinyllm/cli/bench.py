@@ -29,7 +29,6 @@ from tinyllm.cli.common import (
     bold,
     counts,
     heads,
-    human_bytes,
     instruction_set,
     is_terminal,
     library,
@@ -37,6 +36,7 @@ from tinyllm.cli.common import (
     print_json,
 )
 from tinyllm.ffi.libtinyllm import TL_POOL_MAX_THREADS, Lib, i32_ptr, u32_ptr, u64_ptr
+from tinyllm.observe.layout import human_bytes
 
 NAME: Final = "bench"
 HELP: Final = "how fast is a decode step of your shapes here, and how near the speed of memory?"

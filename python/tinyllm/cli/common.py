@@ -69,15 +69,6 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, allow_nan=False))
 
 
-def human_bytes(n: float) -> str:
-    """``n`` bytes with three digits: 640 B, 1.50 MiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if n < 1000 or (unit == "B" and n < 1024):
-            return f"{n:.0f} B" if unit == "B" else f"{n:.3g} {unit}"
-        n /= 1024
-    return f"{n:.3g} TiB"
-
-
 def is_terminal(stream: TextIO | None) -> bool:
     """Whether ``stream`` is a terminal that can do more than print (TERM=dumb); a closed one is None."""
     return stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"

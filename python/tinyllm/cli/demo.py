@@ -14,9 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 import tinyllm
-from tinyllm.cli.common import CliError, bold, human_bytes, in_process, instruction_set, library
+from tinyllm.cli.common import CliError, bold, in_process, instruction_set, library
 from tinyllm.cli.golden import Numbers
 from tinyllm.ffi.libtinyllm import Lib, load
+from tinyllm.observe.layout import human_bytes
 
 NAME: Final = "demo"
 HELP: Final = "eight chats over one prompt: shared blocks, copies on write, equal bits"

@@ -17,12 +17,12 @@ from tinyllm.cli.common import (
     add_json,
     bold,
     heads,
-    human_bytes,
     instruction_set,
     library,
     number,
     print_json,
 )
+from tinyllm.observe.layout import human_bytes
 
 NAME: Final = "info"
 HELP: Final = "which library is used, on which instruction set, and what this machine offers it"

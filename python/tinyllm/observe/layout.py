@@ -199,13 +199,13 @@ def percent(part: float) -> str:
     return f"{100 * part:.1f}".removesuffix(".0") + " %"
 
 
-def size(n: float) -> str:
-    """``16 KiB``"""
+def human_bytes(n: float) -> str:
+    """``n`` bytes with three digits: 640 B, 1.50 MiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if n < 1024:
-            return f"{n:.3g} {unit}"
+        if n < 1000 or (unit == "B" and n < 1024):
+            return f"{n:.0f} B" if unit == "B" else f"{n:.3g} {unit}"
         n /= 1024
-    return f"{n:,.3g} TiB"
+    return f"{n:.3g} TiB"
 
 
 def facts(snapshot: Snapshot) -> list[tuple[str, str]]:
@@ -240,8 +240,8 @@ def title(snapshot: Snapshot) -> str:
     s = snapshot
     return (
         f"KV cache: {plural(s.num_blocks, 'block')} of {plural(s.block_size, 'token')} "
-        f"and {size(s.block_bytes)}; {plural(s.n_layers, 'layer')}, {plural(s.n_kv_heads, 'KV head')}, "
-        f"head dim {s.d_head}"
+        f"and {human_bytes(s.block_bytes)}; {plural(s.n_layers, 'layer')}, "
+        f"{plural(s.n_kv_heads, 'KV head')}, head dim {s.d_head}"
     )
 
 

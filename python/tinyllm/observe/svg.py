@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Final
-from xml.sax.saxutils import escape, quoteattr
+from xml.sax.saxutils import escape
 
 from tinyllm.observe.layout import (
     CACHED,
@@ -22,7 +22,6 @@ from tinyllm.observe.layout import (
     Cells,
     Mass,
     Strip,
-    columns,
     harmless,
     percent,
     plural,
@@ -34,29 +33,24 @@ from tinyllm.observe.layout import (
     warnings,
 )
 from tinyllm.observe.snapshot import SequenceState, Snapshot
+from tinyllm.observe.svg_page import INK, LEFT, MUTED, PAPER, RIGHT, SLATE, document, letters
 
 __all__ = ["svg"]
 
-_WIDTH: Final = 960
-_LEFT, _RIGHT = 24, 936
 _LABELS: Final = 64  # width of the block ids left of the map
-_MAP: Final = _LEFT + _LABELS
+_MAP: Final = LEFT + _LABELS
 _ACROSS, _ROWS = 32, 16  # cells of the map; twice as many across where they do not fit in half the rows
 _SEQUENCES: Final = 20
 _TABLE: Final = 430  # where ids and strips begin
 _STRIP: Final = 320  # width of a strip, 64 bars at most
 
-_SANS: Final = "system-ui, 'Segoe UI', 'Helvetica Neue', 'DejaVu Sans', sans-serif"
-_MONO: Final = "ui-monospace, 'DejaVu Sans Mono', Menlo, Consolas, monospace"
-_PAPER, _INK, _MUTED, _EMPTY = "#ffffff", "#1f2933", "#5f6b7a", "#e6eaee"
-_HATCHED: Final = "#f5f7fa"
-_SHARED, _SEVERAL, _ALARM = "#3e4c59", "#8895a3", "#c81e1e"
+_EMPTY, _HATCHED, _SEVERAL, _ALARM = "#e6eaee", "#f5f7fa", "#8895a3", "#c81e1e"
 _HEAT: Final = ((0xEE, 0xF2, 0xF7), (0x08, 0x30, 0x6B))  # nothing, the most
 
 # The palette of Okabe and Ito, which colour-blind eyes tell apart, and the ink that reads on each.
 _OWNERS: Final = (
-    ("#56b4e9", _INK), ("#e69f00", _INK), ("#0072b2", _PAPER), ("#f0e442", _INK), ("#cc79a7", _INK),
-    ("#d55e00", _PAPER), ("#009e73", _PAPER),
+    ("#56b4e9", INK), ("#e69f00", INK), ("#0072b2", PAPER), ("#f0e442", INK), ("#cc79a7", INK),
+    ("#d55e00", PAPER), ("#009e73", PAPER),
 )  # fmt: skip
 
 
@@ -64,14 +58,7 @@ def svg(snapshot: Snapshot, mass: Mass) -> str:
     """The document, well-formed XML whatever the sequences are called."""
     page = _Page(snapshot, mass)
     body = "\n".join(page.draw())
-    height = page.y
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height:g}" '
-        f'viewBox="0 0 {_WIDTH} {height:g}" font-family="{_SANS}" font-size="12" fill="{_INK}" '
-        f'role="img" aria-label={quoteattr(title(snapshot))}>\n'
-        f'<rect width="{_WIDTH}" height="{height:g}" rx="8" fill="{_PAPER}" stroke="{_EMPTY}"/>\n'
-        f"{body}\n</svg>\n"
-    )
+    return document(title(snapshot), page.y, _EMPTY, body)
 
 
 class _Page:
@@ -83,7 +70,7 @@ class _Page:
         self.y = 0.0
 
     def draw(self) -> Iterator[str]:
-        yield _text(_LEFT, 34, title(self.snapshot), size=15, weight=600, room=_RIGHT - _LEFT)
+        yield letters(LEFT, 34, title(self.snapshot), size=15, weight=600, room=RIGHT - LEFT)
         self.y = 52
         yield from self.tiles()
         yield from self.alarm()
@@ -111,20 +98,20 @@ class _Page:
         )  # fmt: skip
         wide, gap = 219, 12
         for i, (head, big, *lines) in enumerate(tiles):
-            x = _LEFT + i * (wide + gap)
+            x = LEFT + i * (wide + gap)
             yield f'<rect x="{x}" y="{self.y:g}" width="{wide}" height="82" rx="6" fill="#f5f7fa"/>'
-            yield _text(x + 12, self.y + 19, head, fill=_MUTED, size=11)
-            yield _text(x + 12, self.y + 42, big, size=20, weight=600, room=wide - 24)
+            yield letters(x + 12, self.y + 19, head, fill=MUTED, size=11)
+            yield letters(x + 12, self.y + 42, big, size=20, weight=600, room=wide - 24)
             for j, line in enumerate(lines):
-                yield _text(x + 12, self.y + 59 + 15 * j, line, fill=_MUTED, size=11, room=wide - 24)
+                yield letters(x + 12, self.y + 59 + 15 * j, line, fill=MUTED, size=11, room=wide - 24)
         self.y += 82
 
     def alarm(self) -> Iterator[str]:
         for warning in warnings(self.snapshot):
             self.y += 12
-            wide, said = _RIGHT - _LEFT, f"leak: {warning}"
-            yield f'<rect x="{_LEFT}" y="{self.y:g}" width="{wide}" height="26" rx="6" fill="{_ALARM}"/>'
-            yield _text(_LEFT + 12, self.y + 17.5, said, fill=_PAPER, weight=600, room=wide - 24)
+            wide, said = RIGHT - LEFT, f"leak: {warning}"
+            yield f'<rect x="{LEFT}" y="{self.y:g}" width="{wide}" height="26" rx="6" fill="{_ALARM}"/>'
+            yield letters(LEFT + 12, self.y + 17.5, said, fill=PAPER, weight=600, room=wide - 24)
             self.y += 26
 
     # --- the map ---
@@ -133,7 +120,7 @@ class _Page:
         small = self.snapshot.num_blocks <= _ACROSS * _ROWS // 2
         across = _ACROSS if small else 2 * _ACROSS
         cells = pool_cells(self.snapshot, across * _ROWS)
-        pitch = (_RIGHT - _MAP) / across
+        pitch = (RIGHT - _MAP) / across
         side = pitch - (2 if small else 1.5)
         holders = self.holders() if cells.per == 1 else {}
         yield self.heading(
@@ -144,7 +131,7 @@ class _Page:
             end = min(begin + across, n)
             y = self.y + side / 2
             first = str(begin * cells.per)
-            yield _text(_MAP - 8, y + 4, first, fill=_MUTED, size=10, anchor="end", mono=True)
+            yield letters(_MAP - 8, y + 4, first, fill=MUTED, size=10, anchor="end", mono=True)
             yield (
                 f'<path d="M{_MAP} {y:g}h{(end - begin) * pitch:g}" stroke="{_EMPTY}" '
                 f'stroke-width="{side:g}" stroke-dasharray="{side:g} {pitch - side:g}"/>'
@@ -187,9 +174,9 @@ class _Page:
             return box.alarm()
         if kind == SHARED:
             refs = int(cells.refs[i])
-            return box.filled(level, _SHARED, _PAPER, str(refs) if refs < 100 else "+")
+            return box.filled(level, SLATE, PAPER, str(refs) if refs < 100 else "+")
         if kind == SEVERAL:
-            return box.filled(level, _SEVERAL, _INK, "")
+            return box.filled(level, _SEVERAL, INK, "")
         owner = int(cells.owner[i])
         return box.filled(level, *_OWNERS[owner % len(_OWNERS)], KEYS[owner % len(KEYS)])
 
@@ -208,20 +195,20 @@ class _Page:
             box = _Box(x, self.y, 16)
             yield {
                 OWNED: box.filled(0.6, *_OWNERS[0], ""),
-                SHARED: box.filled(1, _SHARED, _PAPER, "2"),
-                SEVERAL: box.filled(0.6, _SEVERAL, _INK, ""),
+                SHARED: box.filled(1, SLATE, PAPER, "2"),
+                SEVERAL: box.filled(0.6, _SEVERAL, INK, ""),
                 CACHED: box.cached(),
-                FREE: box.filled(1, _EMPTY, _INK, ""),
+                FREE: box.filled(1, _EMPTY, INK, ""),
                 UNOWNED: box.alarm(),
             }[kind]
-            yield _text(x + 22, self.y + 12, words, fill=_MUTED, size=11)
+            yield letters(x + 22, self.y + 12, words, fill=MUTED, size=11)
             x += 22 + 6.2 * len(words) + 20
         self.y += 16
 
     def heading(self, word: str, more: str) -> str:
         self.y += 34
-        drawn = _text(_LEFT, self.y, word, size=14, weight=600) + _text(
-            _LEFT + 9.2 * len(word) + 10, self.y, more, fill=_MUTED, size=11
+        drawn = letters(LEFT, self.y, word, size=14, weight=600) + letters(
+            LEFT + 9.2 * len(word) + 10, self.y, more, fill=MUTED, size=11
         )
         self.y += 12
         return drawn
@@ -235,17 +222,17 @@ class _Page:
         yield self.heading("sequences", "block ids in the order of the table; dark ones are shared")
         for i, sequence in enumerate(sequences[:_SEQUENCES]):
             fill, ink = _OWNERS[i % len(_OWNERS)]
-            yield _Box(_LEFT, self.y, 18).filled(1, fill, ink, KEYS[i % len(KEYS)])
-            yield _text(_LEFT + 26, self.y + 13, harmless(sequence.name, 22), weight=600, room=158)
+            yield _Box(LEFT, self.y, 18).filled(1, fill, ink, KEYS[i % len(KEYS)])
+            yield letters(LEFT + 26, self.y + 13, harmless(sequence.name, 22), weight=600, room=158)
             blocks, runs = plural(len(sequence.held), "block"), plural(sequence.runs, "run")
             counts = f"{tokens_of(sequence)} · {blocks} · {runs}"
-            yield _text(_LEFT + 196, self.y + 13, counts, fill=_MUTED, size=11, room=_TABLE - _LEFT - 206)
+            yield letters(LEFT + 196, self.y + 13, counts, fill=MUTED, size=11, room=_TABLE - LEFT - 206)
             yield from self.chips(i, fill)
             self.y += 24
             if i in self.mass:
                 yield from self.strips(i, sequence)
         if len(sequences) > _SEQUENCES:
-            yield _text(_LEFT + 26, self.y + 13, f"... and {len(sequences) - _SEQUENCES} more", fill=_MUTED)
+            yield letters(LEFT + 26, self.y + 13, f"... and {len(sequences) - _SEQUENCES} more", fill=MUTED)
             self.y += 24
 
     def chips(self, i: int, fill: str) -> Iterator[str]:
@@ -256,24 +243,24 @@ class _Page:
             text = f"{sequence.gone} gone"
             yield (
                 f'<rect x="{x + 0.5:g}" y="{self.y + 0.5:g}" width="{_chip(text) - 1:g}" height="17" '
-                f'rx="4" fill="none" stroke="{_MUTED}" stroke-dasharray="3 2"/>'
+                f'rx="4" fill="none" stroke="{MUTED}" stroke-dasharray="3 2"/>'
             )
-            yield _text(x + 5, self.y + 12.5, text, fill=_MUTED, size=10, mono=True)
+            yield letters(x + 5, self.y + 12.5, text, fill=MUTED, size=10, mono=True)
             x += _chip(text) + 4
         for piece in ranges_of(self.snapshot, i, 64):
             text, more = str(piece), f"... and {left} more"
-            if x + _chip(text) + (_chip(more) if left > len(piece) else 0) > _RIGHT:
-                yield _text(x + 2, self.y + 12.5, more, fill=_MUTED, size=10, mono=True)
+            if x + _chip(text) + (_chip(more) if left > len(piece) else 0) > RIGHT:
+                yield letters(x + 2, self.y + 12.5, more, fill=MUTED, size=10, mono=True)
                 return
-            paint = f'fill="{_SHARED}"' if piece.shared else f'fill="{fill}" fill-opacity="0.35"'
+            paint = f'fill="{SLATE}"' if piece.shared else f'fill="{fill}" fill-opacity="0.35"'
             yield f'<rect x="{x:g}" y="{self.y:g}" width="{_chip(text):g}" height="18" rx="4" {paint}/>'
-            ink = _PAPER if piece.shared else _INK
-            yield _text(x + 5, self.y + 12.5, text, fill=ink, size=10, mono=True)
+            ink = PAPER if piece.shared else INK
+            yield letters(x + 5, self.y + 12.5, text, fill=ink, size=10, mono=True)
             x, left = x + _chip(text) + 4, left - len(piece)
 
     def strips(self, i: int, sequence: SequenceState) -> Iterator[str]:
         for strip in strips_of(self.mass[i], 64):
-            yield _text(_TABLE - 10, self.y + 9.5, strip.label, fill=_MUTED, size=10, anchor="end")
+            yield letters(_TABLE - 10, self.y + 9.5, strip.label, fill=MUTED, size=10, anchor="end")
             pitch = min(16.0, _STRIP / len(strip.bars))
             for j, bar in enumerate(strip.bars):
                 first = j * strip.per
@@ -286,7 +273,7 @@ class _Page:
                 )
             said = f"{percent(strip.most)} in block {sequence.table[strip.peak]}"
             said += f", sink {percent(strip.rest)}" if strip.rest > 5e-4 else ""
-            yield _text(_TABLE + pitch * len(strip.bars) + 6, self.y + 9.5, said, fill=_MUTED, size=10)
+            yield letters(_TABLE + pitch * len(strip.bars) + 6, self.y + 9.5, said, fill=MUTED, size=10)
             self.y += 15
         self.y += 6
 
@@ -308,14 +295,14 @@ class _Box:
             return ""
         size = min(11.0, 0.8 * self.side, 1.4 * self.side / len(text))
         x, y = self.x + self.side / 2, self.y + self.side / 2 + 0.36 * size
-        return _text(x, y, text, fill=ink, size=size, anchor="middle", weight=600)
+        return letters(x, y, text, fill=ink, size=size, anchor="middle", weight=600)
 
     def filled(self, level: float, fill: str, ink: str, mark: str) -> str:
         """Filled from below, the rest in a light shade."""
         if level == 1:
             return self._rect(1, f'fill="{fill}"') + self._mark(mark, ink)
         whole = self._rect(1, f'fill="{fill}" fill-opacity="0.25"')
-        return whole + self._rect(level, f'fill="{fill}"') + self._mark(mark, ink if level > 0.7 else _INK)
+        return whole + self._rect(level, f'fill="{fill}"') + self._mark(mark, ink if level > 0.7 else INK)
 
     def cached(self) -> str:
         """Hatched."""
@@ -328,7 +315,7 @@ class _Box:
 
     def alarm(self) -> str:
         """Red, with a question mark where there is room."""
-        return self._rect(1, f'fill="{_ALARM}"') + self._mark("?", _PAPER)
+        return self._rect(1, f'fill="{_ALARM}"') + self._mark("?", PAPER)
 
 
 def _heat(bar: float, strip: Strip) -> str:
@@ -340,25 +327,3 @@ def _heat(bar: float, strip: Strip) -> str:
 
 def _chip(text: str) -> float:
     return 10 + 6.1 * len(text)
-
-
-def _text(
-    x: float,
-    y: float,
-    text: str,
-    *,
-    size: float = 12,
-    fill: str = _INK,
-    weight: int = 400,
-    anchor: str = "start",
-    mono: bool = False,
-    room: float | None = None,
-) -> str:
-    """A line of text; smaller where it might not fit in ``room``."""
-    if room is not None:
-        size = min(size, round(room / (0.62 * max(1, columns(text))), 1))
-    more = f' fill="{fill}"' if fill != _INK else ""
-    more += f' font-weight="{weight}"' if weight != 400 else ""
-    more += f' text-anchor="{anchor}"' if anchor != "start" else ""
-    more += f' font-family="{_MONO}"' if mono else ""
-    return f'<text x="{x:g}" y="{y:g}" font-size="{size:g}"{more}>{escape(text)}</text>'

@@ -10,33 +10,31 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final
-from xml.sax.saxutils import escape, quoteattr
+from xml.sax.saxutils import escape
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tinyllm.ffi.libtinyllm import TL_TRACE_MERGE, TL_TRACE_SHARED
 from tinyllm.observe.layout import KEYS, percent, plural
+from tinyllm.observe.svg_page import INK, LEFT, MUTED, PAPER, SLATE, document, letters
 
 if TYPE_CHECKING:
     from tinyllm.observe.timeline import TracedCall
 
 Busy = NDArray[np.float64]
 
-_SANS: Final = "system-ui, 'Segoe UI', 'Helvetica Neue', 'DejaVu Sans', sans-serif"
-_WIDTH, _LEFT, _RIGHT = 960, 24, 936
 _X0, _X1 = 104, 880  # where lanes begin and end
 _LANE, _GAP = 26, 8
 _NARROW: Final = 0.5  # pixels below which a bar joins its neighbour
 _LABEL: Final = 52  # pixels from which a bar says what it is
-_PAPER, _INK, _MUTED, _LINE, _CALL = "#ffffff", "#1f2933", "#5f6b7a", "#d3dae2", "#eef2f6"
-_SHARED, _MERGE = "#3e4c59", "#9aa5b1"
+_LINE, _CALL, _MERGE = "#d3dae2", "#eef2f6", "#9aa5b1"
 
 # The palette of Okabe and Ito, as in the pictures of a cache: for SVG with the ink that reads on it, and for
 # terminals the nearest of 256 colours.
 _COLOURS: Final = (
-    ("#56b4e9", _INK), ("#e69f00", _INK), ("#009e73", _PAPER), ("#cc79a7", _INK), ("#f0e442", _INK),
-    ("#0072b2", _PAPER), ("#d55e00", _PAPER),
+    ("#56b4e9", INK), ("#e69f00", INK), ("#009e73", PAPER), ("#cc79a7", INK), ("#f0e442", INK),
+    ("#0072b2", PAPER), ("#d55e00", PAPER),
 )  # fmt: skip
 _ANSI: Final = (75, 214, 36, 175, 227, 32, 202)
 
@@ -162,26 +160,19 @@ def svg(calls: Sequence[TracedCall], events: NDArray[Any], busy: Busy) -> str:
     bottom = top + len(busy) * (_LANE + _GAP)
     height = bottom + 72 if calls else 64
     said = title(calls, busy)
-    body = [_text(_LEFT, 34, said, size=15, weight=600)]
+    body = [letters(LEFT, 34, said, size=15, weight=600)]
     if calls:
         scale = _Scale(*_span(calls))
         body += _calls(calls, scale, top, bottom)
         for worker, part in enumerate(busy):
             y = top + worker * (_LANE + _GAP)
             body += [
-                _text(_X0 - 12, y + 13.5, f"worker {worker}", anchor="end"),
+                letters(_X0 - 12, y + 13.5, f"worker {worker}", anchor="end"),
                 *_bars(events[events["worker"] == worker], scale, y),
-                _text(_X1 + 12, y + 13.5, percent(float(part)), fill=_MUTED),
+                letters(_X1 + 12, y + 13.5, percent(float(part)), fill=MUTED),
             ]
         body += [*_time_axis(scale, bottom), *_key_line(events, bottom + 50)]
-    drawn = "\n".join(body)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" '
-        f'viewBox="0 0 {_WIDTH} {height}" font-family="{_SANS}" font-size="12" fill="{_INK}" '
-        f'role="img" aria-label={quoteattr(said)}>\n'
-        f'<rect width="{_WIDTH}" height="{height}" rx="8" fill="{_PAPER}" stroke="{_LINE}"/>\n'
-        f"{drawn}\n</svg>\n"
-    )
+    return document(said, height, _LINE, "\n".join(body))
 
 
 class _Scale:
@@ -224,9 +215,9 @@ def _bars(events: NDArray[Any], scale: _Scale, y: float) -> Iterator[str]:
 def _look(event: Any) -> tuple[str, str]:
     """Fill and ink."""
     if event["what"] == TL_TRACE_MERGE:
-        return _MERGE, _INK
+        return _MERGE, INK
     return (
-        (_SHARED, _PAPER) if event["what"] == TL_TRACE_SHARED else _COLOURS[int(event["seq"]) % len(_COLOURS)]
+        (SLATE, PAPER) if event["what"] == TL_TRACE_SHARED else _COLOURS[int(event["seq"]) % len(_COLOURS)]
     )
 
 
@@ -239,13 +230,13 @@ def _bar(run: list[Any], scale: _Scale, y: float) -> str:
     )
     if event["what"] == TL_TRACE_SHARED:  # stripes: a line as thick as the bar, dashed
         drawn += (
-            f'<path d="M{x:.2f} {y + (_LANE - 8) / 2}h{max(wide - 0.6, 0):.2f}" stroke="{_PAPER}" '
+            f'<path d="M{x:.2f} {y + (_LANE - 8) / 2}h{max(wide - 0.6, 0):.2f}" stroke="{PAPER}" '
             f'stroke-opacity="0.3" stroke-width="{_LANE - 8}" stroke-dasharray="2 5"/>'
         )
     label = {TL_TRACE_MERGE: "merge", TL_TRACE_SHARED: "shared"}.get(int(event["what"]))
     label = label or f"s{event['seq']} h{event['kv_head']}"
     if wide >= _LABEL and len(run) == 1:
-        drawn += _text(x + wide / 2, y + 13, label, size=10, fill=ink, anchor="middle")
+        drawn += letters(round(x + wide / 2, 2), y + 13, label, size=10, fill=ink, anchor="middle")
     return f"<g><title>{escape(_said(event, scale) + more)}</title>{drawn}</g>"
 
 
@@ -266,9 +257,9 @@ def _time_axis(scale: _Scale, y: float) -> Iterator[str]:
     for i, tick in enumerate(ticks):
         x = scale(scale.begin + tick)
         said = f"{tick / size:g}" + (f" {unit}" if i == len(ticks) - 1 else "")
-        yield f'<path d="M{x:.2f} {y - 4}v5" stroke="{_MUTED}"/>'
-        yield _text(x, y + 16, said, size=11, fill=_MUTED, anchor="middle")
-    yield f'<path d="M{_X0} {y - 4}H{_X1}" stroke="{_MUTED}"/>'
+        yield f'<path d="M{x:.2f} {y - 4}v5" stroke="{MUTED}"/>'
+        yield letters(round(x, 2), y + 16, said, size=11, fill=MUTED, anchor="middle")
+    yield f'<path d="M{_X0} {y - 4}H{_X1}" stroke="{MUTED}"/>'
 
 
 def _key_line(events: NDArray[Any], y: float) -> Iterator[str]:
@@ -278,31 +269,15 @@ def _key_line(events: NDArray[Any], y: float) -> Iterator[str]:
     entries = [(_COLOURS[s % len(_COLOURS)][0], f"sequence {s}") for s in rows[: len(_COLOURS)]]
     if len(rows) > len(_COLOURS):
         entries = [(_COLOURS[0][0], f"{len(rows)} sequences in {len(_COLOURS)} colours")]
-    entries += [(_SHARED, "shared walk")] if TL_TRACE_SHARED in kinds else []
+    entries += [(SLATE, "shared walk")] if TL_TRACE_SHARED in kinds else []
     entries += [(_MERGE, "merge of states")] if TL_TRACE_MERGE in kinds else []
     x = float(_X0)
     for fill, words in entries:
         yield f'<rect x="{x:.1f}" y="{y - 10}" width="12" height="12" fill="{fill}"/>'
-        if fill == _SHARED:
+        if fill == SLATE:
             yield (
-                f'<path d="M{x:.1f} {y - 4}h12" stroke="{_PAPER}" stroke-opacity="0.3" stroke-width="12" '
+                f'<path d="M{x:.1f} {y - 4}h12" stroke="{PAPER}" stroke-opacity="0.3" stroke-width="12" '
                 f'stroke-dasharray="2 5"/>'
             )
-        yield _text(x + 18, y, words, size=11, fill=_MUTED)
+        yield letters(round(x + 18, 2), y, words, size=11, fill=MUTED)
         x += 18 + 6.3 * len(words) + 16
-
-
-def _text(
-    x: float,
-    y: float,
-    said: str,
-    *,
-    size: int = 12,
-    fill: str = _INK,
-    weight: int = 400,
-    anchor: str = "start",
-) -> str:
-    more = f' fill="{fill}"' if fill != _INK else ""
-    more += f' font-weight="{weight}"' if weight != 400 else ""
-    more += f' text-anchor="{anchor}"' if anchor != "start" else ""
-    return f'<text x="{x:.2f}" y="{y:g}" font-size="{size}"{more}>{escape(said)}</text>'
