@@ -173,6 +173,7 @@ def run(args: argparse.Namespace) -> int:
     lib = library()
     isa = instruction_set(lib)
     shapes = list(_shapes(args))
+    np.random.default_rng(0)  # loads numpy.random now: an interrupt that comes meanwhile is lost there
     if not args.json:
         print_head(isa, args)
     results = []
