@@ -36,8 +36,13 @@ FLAGS_avx512 := $(FLAGS_avx2) -mavx512f -mavx512bw -mavx512dq -mavx512vl -mprefe
 SRC     := $(filter-out %.isa.c,$(wildcard c/src/*/*.c))
 ISA_SRC := $(wildcard c/src/*/*.isa.c)
 OBJ     := $(SRC:c/src/%.c=$(B)/obj/%.o) $(foreach i,$(ISAS),$(ISA_SRC:c/src/%.isa.c=$(B)/obj/%.$(i).o))
-C_TESTS := $(patsubst tests/L9.4/%.c,$(B)/tests/%,$(wildcard tests/L9.4/test_*.c tests/L9.4/parity_*.c))
-SWEEPS  := $(patsubst tests/L9.4/%.c,$(B)/tests/%,$(wildcard tests/L9.4/sweep_*.c))
+C_ROOMS := $(addprefix tests/L9.4/,runtime numerics kernels)
+c_tests  = $(patsubst %.c,$(B)/tests/%,$(notdir $(wildcard $(addsuffix /$(1)_*.c,$(C_ROOMS)))))
+C_TESTS := $(call c_tests,test) $(call c_tests,parity)
+SWEEPS  := $(call c_tests,sweep)
+vpath test_%.c $(C_ROOMS)
+vpath parity_%.c $(C_ROOMS)
+vpath sweep_%.c $(C_ROOMS)
 say      = @printf '  %-5s %s\n' $(1) '$(2)'
 
 .PHONY: all
@@ -72,10 +77,10 @@ $(foreach i,$(ISAS),$(eval $(call isa_rule,$(i))))
 
 # C tests link the static library, so that they may look at what the shared one hides. They are not vectorised: it gains nothing, and
 # GCC 12 for aarch64 dies of it.
-$(B)/tests/%: tests/L9.4/%.c $(B)/libtinyllm.a $(B)/flags
+$(B)/tests/%: %.c $(B)/libtinyllm.a $(B)/flags
 	$(call say,CC,$<)
 	@mkdir -p $(@D)
-	@$(CC) $(CFLAGS) -Wno-missing-prototypes -fno-tree-vectorize -Itests/L9.4 -MMD -MP -o $@ $< $(B)/libtinyllm.a $(LDLIBS)
+	@$(CC) $(CFLAGS) -Wno-missing-prototypes -fno-tree-vectorize -Itests/L9.4/harness -MMD -MP -o $@ $< $(B)/libtinyllm.a $(LDLIBS)
 
 # What is installed is the library as it was built, under its full version, and three files that tell others where it is. Everything goes below
 # DESTDIR; what is written in the files does not know of it.
@@ -161,7 +166,7 @@ sweep: $(SWEEPS) $(B)/tests/parity_attn ## the long sweeps: exp over every float
 fuzz: ## libFuzzer on the import of envelopes (needs clang); SECONDS=30
 	@mkdir -p c/build/fuzz/corpus
 	@clang -O1 -g -std=c11 -D_GNU_SOURCE -Ic/include -Ic/src -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all \
-	    -o c/build/fuzz/import tests/L9.4/fuzz_import.c c/src/runtime/*.c -pthread
+	    -o c/build/fuzz/import tests/L9.4/runtime/fuzz_import.c c/src/runtime/*.c -pthread
 	@c/build/fuzz/import -max_total_time=$(or $(SECONDS),30) -max_len=4096 -print_final_stats=1 c/build/fuzz/corpus
 
 mutants: .venv/test.stamp ## plant each known fault in turn; every one must be killed by its test

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: MIT
 """What pip runs to build the package: make builds the library, which goes into the wheel.
 
-A wheel fits every Python 3 of its platform. Its library is built from nothing in a folder of its own, so that
-neither objects lying in c/build nor flags of the environment get into it, and it has every instruction set.
+A wheel fits every Python 3 of its platform. Its library is built from nothing in a folder of its
+own, so that neither objects lying in c/build nor flags of the environment get into it, and it has
+every instruction set.
 An editable install uses c/build/libtinyllm.so of the checkout and brings it up to date.
 """
 
@@ -18,8 +19,8 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-# -march=native would make a wheel for this machine alone, -ffast-math one with other bits. The warnings of a
-# newer compiler are no reason not to install.
+# -march=native would make a wheel for this machine alone, -ffast-math one with other bits. The
+# warnings of a newer compiler are no reason not to install.
 _FLAGS = ["CFLAGS=-O3", "LDFLAGS=", "WARN="]
 _NEEDS = "make and a C compiler are needed to build libtinyllm (Debian: apt-get install make gcc libc6-dev)"
 
@@ -48,7 +49,11 @@ class LibraryHook(BuildHookInterface):  # type: ignore[type-arg]
     def _make(self, *words: str) -> None:
         if shutil.which("make") is None:
             self.app.abort(f"there is no make: {_NEEDS}")
-        outer = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")  # of a make that runs pip: its jobs are closed to us
+        outer = (
+            "MAKEFLAGS",
+            "MFLAGS",
+            "MAKELEVEL",
+        )  # of a make that runs pip: its jobs are closed to us
         done = subprocess.run(
             ["make", "--no-print-directory", *words],
             cwd=self.root,

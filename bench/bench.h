@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* bench.h: timing for benchmarks that interleave what they compare: a clock, order statistics, repeatable inputs; and races of
- * single functions against a yardstick. */
+/* bench.h: timing for benchmarks that interleave what they compare: a clock, order statistics,
+ * repeatable inputs; and races of single functions against a yardstick. */
 #ifndef TL_BENCH_H
 #define TL_BENCH_H
 
@@ -79,7 +79,8 @@ static inline const char *cpu_model(void)
     return model;
 }
 
-/* ---- races: functions that do the same amount of work take turns; the first is the yardstick ---- */
+/* ---- races: functions that do the same amount of work take turns; the first is the yardstick
+ * ---- */
 
 struct racer {
     const char *what;
@@ -142,7 +143,8 @@ static inline double seconds_of(const struct racer *racer, void *ctx, int runs)
     return (cpu_s() - start) / runs;
 }
 
-/* How many runs take about a fifth of a millisecond, that is, very much longer than reading the clock. */
+/* How many runs take about a fifth of a millisecond, that is, very much longer than reading the
+ * clock. */
 static inline int runs_per_turn(const struct racer *racer, void *ctx)
 {
     int runs = 1;
@@ -154,9 +156,11 @@ static inline int runs_per_turn(const struct racer *racer, void *ctx)
     return runs * 2;
 }
 
-/* `amount` is what one run does: operations (NS_EACH) or bytes (GB_PER_S). Prints a line for each racer: median, p10 to
- * p90, and the median over all turns of its time by the yardstick's in the same turn. */
-static inline void race(const struct race *r, enum unit unit, double amount, const struct racer *racers, int n, void *ctx)
+/* `amount` is what one run does: operations (NS_EACH) or bytes (GB_PER_S). Prints a line for each
+ * racer: median, p10 to p90, and the median over all turns of its time by the yardstick's in the
+ * same turn. */
+static inline void race(const struct race *r, enum unit unit, double amount,
+                        const struct racer *racers, int n, void *ctx)
 {
     static double sample[MAX_RACERS][MAX_TURNS], ratio[MAX_TURNS];
     int runs[MAX_RACERS], turns = 0;
@@ -177,16 +181,21 @@ static inline void race(const struct race *r, enum unit unit, double amount, con
     for (int w = 0; w < n; w++) {
         double at[3]; /* p10, median, p90 of what is shown */
         for (int i = 0; i < 3; i++) {
-            const double t = quantile(sample[w], turns, unit == NS_EACH ? 0.1 + 0.4 * i : 0.9 - 0.4 * i);
+            const double t =
+                quantile(sample[w], turns, unit == NS_EACH ? 0.1 + 0.4 * i : 0.9 - 0.4 * i);
             at[i] = unit == NS_EACH ? t * scale : scale / t;
         }
         const char *name = unit == NS_EACH ? "ns" : "GB/s";
-        printf("%-11s %-26s %-22s %8.1f %-4s (%.1f - %.1f)", r->group, r->size, racers[w].what, at[1], name, at[0], at[2]);
+        printf("%-11s %-26s %-22s %8.1f %-4s (%.1f - %.1f)", r->group, r->size, racers[w].what,
+               at[1], name, at[0], at[2]);
         printf(w > 0 ? "  %.2f times %s\n" : "\n", of_yardstick[w], racers[0].what);
         if (r->json)
-            fprintf(r->json, "{\"group\":\"%s\",\"size\":\"%s\",\"what\":\"%s\",\"unit\":\"%s\",\"median\":%.4g,\"p10\":%.4g,"
-                             "\"p90\":%.4g,\"yardstick\":\"%s\",\"times_yardstick\":%.4g}\n",
-                    r->group, r->size, racers[w].what, name, at[1], at[0], at[2], racers[0].what, of_yardstick[w]);
+            fprintf(r->json,
+                    "{\"group\":\"%s\",\"size\":\"%s\",\"what\":\"%s\",\"unit\":\"%s\",\"median\":%"
+                    ".4g,\"p10\":%.4g,"
+                    "\"p90\":%.4g,\"yardstick\":\"%s\",\"times_yardstick\":%.4g}\n",
+                    r->group, r->size, racers[w].what, name, at[1], at[0], at[2], racers[0].what,
+                    of_yardstick[w]);
     }
     fflush(stdout);
 }

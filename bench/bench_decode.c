@@ -1,19 +1,23 @@
 /* SPDX-License-Identifier: MIT */
-/* bench_decode.c: one decode step beside the roof of the memory and a plain C loop (workload.h), in groups of shapes.
+/* bench_decode.c: one decode step beside the roof of the memory and a plain C loop (workload.h), in
+ * groups of shapes.
  *
- *     bench_decode [--group NAME[,NAME]] [--quick] [--cached] [--plain] [--json FILE] [--isa NAME[,NAME]] [--threads N]
+ *     bench_decode [--group NAME[,NAME]] [--quick] [--cached] [--plain] [--json FILE] [--isa
+ *     NAME[,NAME]] [--threads N]
  *                  [B ctx H Hkv D [b]]
  *
- *   main        the shapes of models (or the one given), every instruction set, on 1 and on 2 threads
- *   growth      the same work for each position of a long context, and for each sequence of a large batch?
+ *   main        the shapes of models (or the one given), every instruction set, on 1 and on 2
+ *               threads
+ *   growth      the same work for each position of a long context, and for each sequence of a large
+ *               batch?
  *   window      a window of 1024 in contexts up to 128k: the same time?
  *   small       steps of a few positions: what a call costs, and whether a pool makes it cost more
  *   unusual     head widths, blocks and groups beside the nearest common ones
  *   ragged      two threads on sequences of very different lengths
  *   validation  what checking every table entry takes of a step
  *
- * A ratio is time for the same amount of work by the time of the line it names, turn by turn. README.md, beside this
- * file, says how to read the rest. */
+ * A ratio is time for the same amount of work by the time of the line it names, turn by turn.
+ * README.md, beside this file, says how to read the rest. */
 #include "bench.h"
 #include "peak.h"
 #include "turns.h"
@@ -57,8 +61,8 @@ static tl_pool *pool_of(int threads)
 
 static void shape_name(char *text, size_t cap, struct shape s)
 {
-    snprintf(text, cap, "B %-2lld ctx %-5lld H %2lld/%-2lld D %-3lld b %lld", (long long)s.B, (long long)s.ctx, (long long)s.H,
-             (long long)s.Hkv, (long long)s.D, (long long)s.b);
+    snprintf(text, cap, "B %-2lld ctx %-5lld H %2lld/%-2lld D %-3lld b %lld", (long long)s.B,
+             (long long)s.ctx, (long long)s.H, (long long)s.Hkv, (long long)s.D, (long long)s.b);
 }
 
 enum { FIRST_ISA = 2 }; /* entrants before it only read */
@@ -71,18 +75,21 @@ static void print_cell(const char *format, double value)
     printf(" %7s", value > 0 ? text : "-");
 }
 
-static void print_line(const struct options *o, const struct workload *w, int i, int n, struct tally t, double peak)
+static void print_line(const struct options *o, const struct workload *w, int i, int n,
+                       struct tally t, double peak)
 {
     const struct spread at = spread_of(entrants[i].sample, t.kept);
     const bool roof = i == 0, reads = i < FIRST_ISA, plain = entrants[n - 1].run == run_plain;
     const double flop_s = reads ? 0 : w->flops / at.median;
-    const double of_roof = paired_ratio(entrants[0].sample, entrants[i].sample, t.kept), of_peak = peak > 0 ? flop_s / peak : 0;
+    const double of_roof = paired_ratio(entrants[0].sample, entrants[i].sample, t.kept),
+                 of_peak = peak > 0 ? flop_s / peak : 0;
     const double of_read = paired_ratio(entrants[1].sample, entrants[i].sample, t.kept);
-    const double over_plain = plain ? paired_ratio(entrants[n - 1].sample, entrants[i].sample, t.kept) : 0;
+    const double over_plain =
+        plain ? paired_ratio(entrants[n - 1].sample, entrants[i].sample, t.kept) : 0;
     char name[64];
     shape_name(name, sizeof name, w->s);
-    printf("%-36s %-7s %10.1f %10.1f %10.1f %7.2f", roof ? name : "", entrants[i].what, at.median * 1e6, at.p10 * 1e6, at.p90 * 1e6,
-           w->bytes / at.median / 1e9);
+    printf("%-36s %-7s %10.1f %10.1f %10.1f %7.2f", roof ? name : "", entrants[i].what,
+           at.median * 1e6, at.p10 * 1e6, at.p90 * 1e6, w->bytes / at.median / 1e9);
     print_cell("%.1f", flop_s / 1e9);
     print_cell("%.0f%%", 100 * of_roof);
     print_cell("%.0f%%", 100 * of_read);
@@ -93,11 +100,16 @@ static void print_line(const struct options *o, const struct workload *w, int i,
     else
         printf("\n");
     if (o->json)
-        fprintf(o->json, "{\"group\":\"main\",\"B\":%lld,\"ctx\":%lld,\"H\":%lld,\"Hkv\":%lld,\"D\":%lld,\"b\":%lld,\"threads\":%d,"
-                         "\"what\":\"%s\",\"median_us\":%.3f,\"p10_us\":%.3f,\"p90_us\":%.3f,\"gb_s\":%.3f,\"gflop_s\":%.3f,"
-                         "\"of_roof\":%.4f,\"of_read\":%.4f,\"of_peak\":%.4f,\"over_plain\":%.4f,\"turns\":%d,\"dropped\":%d}\n",
-                (long long)w->s.B, (long long)w->s.ctx, (long long)w->s.H, (long long)w->s.Hkv, (long long)w->s.D, (long long)w->s.b,
-                tl_pool_threads(w->tp), entrants[i].what, at.median * 1e6, at.p10 * 1e6, at.p90 * 1e6, w->bytes / at.median / 1e9,
+        fprintf(o->json,
+                "{\"group\":\"main\",\"B\":%lld,\"ctx\":%lld,\"H\":%lld,\"Hkv\":%lld,\"D\":%lld,"
+                "\"b\":%lld,\"threads\":%d,"
+                "\"what\":\"%s\",\"median_us\":%.3f,\"p10_us\":%.3f,\"p90_us\":%.3f,\"gb_s\":%.3f,"
+                "\"gflop_s\":%.3f,"
+                "\"of_roof\":%.4f,\"of_read\":%.4f,\"of_peak\":%.4f,\"over_plain\":%.4f,\"turns\":%"
+                "d,\"dropped\":%d}\n",
+                (long long)w->s.B, (long long)w->s.ctx, (long long)w->s.H, (long long)w->s.Hkv,
+                (long long)w->s.D, (long long)w->s.b, tl_pool_threads(w->tp), entrants[i].what,
+                at.median * 1e6, at.p10 * 1e6, at.p90 * 1e6, w->bytes / at.median / 1e9,
                 flop_s / 1e9, of_roof, of_read, of_peak, over_plain, t.kept, t.dropped);
 }
 
@@ -112,18 +124,21 @@ static void bench_shape(const struct options *o, struct shape s, tl_pool *tp, co
     for (int i = 0; i < o->n_isas; i++)
         entrants[n++] = decode_on(o->isa[i], &w);
     if (o->plain)
-        entrants[n++] = (struct entrant){.what = "plain", .run = run_plain, .ctx = &w, .isa = best_isa(o), .calls = 1};
+        entrants[n++] = (struct entrant){
+            .what = "plain", .run = run_plain, .ctx = &w, .isa = best_isa(o), .calls = 1};
     const struct tally t = take_turns(entrants, n, tp, o->quick ? 0.6 : 4);
     for (int i = 0; i < n; i++)
-        print_line(o, &w, i, n, t, i >= FIRST_ISA && i < FIRST_ISA + o->n_isas ? peak[i - FIRST_ISA] : 0);
+        print_line(o, &w, i, n, t,
+                   i >= FIRST_ISA && i < FIRST_ISA + o->n_isas ? peak[i - FIRST_ISA] : 0);
     fflush(stdout);
     tear_down(&w);
 }
 
 static const struct shape main_shapes[] = {
-    {1, 1024, 32, 8, 128, 16, 0},  {1, 4096, 32, 8, 128, 16, 0},  {1, 16384, 32, 8, 128, 16, 0}, {8, 1024, 32, 8, 128, 16, 0},
-    {8, 4096, 32, 8, 128, 16, 0},  {32, 1024, 32, 8, 128, 16, 0}, {32, 4096, 32, 8, 128, 16, 0}, {1, 4096, 32, 32, 128, 16, 0},
-    {8, 2048, 9, 3, 64, 16, 0},    {1, 4096, 64, 8, 128, 16, 0},
+    {1, 1024, 32, 8, 128, 16, 0},  {1, 4096, 32, 8, 128, 16, 0},  {1, 16384, 32, 8, 128, 16, 0},
+    {8, 1024, 32, 8, 128, 16, 0},  {8, 4096, 32, 8, 128, 16, 0},  {32, 1024, 32, 8, 128, 16, 0},
+    {32, 4096, 32, 8, 128, 16, 0}, {1, 4096, 32, 32, 128, 16, 0}, {8, 2048, 9, 3, 64, 16, 0},
+    {1, 4096, 64, 8, 128, 16, 0},
 };
 
 /* A pool is kept to a quarter of the machine's memory, and to 6 GB. */
@@ -143,8 +158,9 @@ static void group_main(const struct options *o, int threads)
         peak[i] = fma_peak(o->isa[i], tp);
         printf(" %s %.1f", o->isa[i], peak[i] / 1e9);
     }
-    printf(" GFLOP/s\n%-36s %-7s %10s %10s %10s %7s %7s %7s %7s %7s %7s %6s %7s\n", "", "", "median us", "p10", "p90", "GB/s", "GFLOP/s",
-           "of roof", "of read", "of fma", "x plain", "turns", "dropped");
+    printf(" GFLOP/s\n%-36s %-7s %10s %10s %10s %7s %7s %7s %7s %7s %7s %6s %7s\n", "", "",
+           "median us", "p10", "p90", "GB/s", "GFLOP/s", "of roof", "of read", "of fma", "x plain",
+           "turns", "dropped");
     for (size_t i = 0; i < (o->given.B ? 1 : sizeof main_shapes / sizeof *main_shapes); i++)
         if (has_room(o->given.B ? o->given : main_shapes[i]))
             bench_shape(o, o->given.B ? o->given : main_shapes[i], tp, peak);
@@ -160,20 +176,26 @@ struct line {
     int base;
 };
 
-static void print_ratios(const struct options *o, const char *group, const char *unit, double scale, const struct line *line, int n,
-                         struct tally t)
+static void print_ratios(const struct options *o, const char *group, const char *unit, double scale,
+                         const struct line *line, int n, struct tally t)
 {
     for (int i = 0; i < n; i++) {
         const double to_unit = scale / line[i].amount;
         const struct spread at = spread_of(entrants[i].sample, t.kept);
         const struct line *base = &line[line[i].base];
-        const double ratio = paired_ratio(entrants[i].sample, entrants[line[i].base].sample, t.kept) * base->amount / line[i].amount;
-        printf("%-36s %10.2f %10.2f %10.2f %s", line[i].name, at.median * to_unit, at.p10 * to_unit, at.p90 * to_unit, unit);
+        const double ratio =
+            paired_ratio(entrants[i].sample, entrants[line[i].base].sample, t.kept) * base->amount /
+            line[i].amount;
+        printf("%-36s %10.2f %10.2f %10.2f %s", line[i].name, at.median * to_unit, at.p10 * to_unit,
+               at.p90 * to_unit, unit);
         printf(line[i].base == i ? "\n" : "  %5.2f of %s\n", ratio, base->name);
         if (o->json)
-            fprintf(o->json, "{\"group\":\"%s\",\"line\":\"%s\",\"unit\":\"%s\",\"median\":%.5g,\"p10\":%.5g,\"p90\":%.5g,\"base\":\"%s\","
-                             "\"ratio\":%.4f}\n",
-                    group, line[i].name, unit, at.median * to_unit, at.p10 * to_unit, at.p90 * to_unit, base->name, ratio);
+            fprintf(o->json,
+                    "{\"group\":\"%s\",\"line\":\"%s\",\"unit\":\"%s\",\"median\":%.5g,\"p10\":%."
+                    "5g,\"p90\":%.5g,\"base\":\"%s\","
+                    "\"ratio\":%.4f}\n",
+                    group, line[i].name, unit, at.median * to_unit, at.p10 * to_unit,
+                    at.p90 * to_unit, base->name, ratio);
     }
     if (t.dropped > t.kept)
         printf("machine busy: %d turns, %d dropped\n", t.kept, t.dropped);
@@ -182,13 +204,14 @@ static void print_ratios(const struct options *o, const char *group, const char 
 
 static void print_title(const char *group, const char *says, const struct options *o, int threads)
 {
-    printf("\n%s: %s\n%s, %d thread%s\n%-36s %10s %10s %10s\n", group, says, best_isa(o), threads, threads > 1 ? "s" : "", "",
-           "median", "p10", "p90");
+    printf("\n%s: %s\n%s, %d thread%s\n%-36s %10s %10s %10s\n", group, says, best_isa(o), threads,
+           threads > 1 ? "s" : "", "", "median", "p10", "p90");
 }
 
 /* Shapes side by side on the best instruction set; line i is by `amount[i]`, beside line `base`. */
-static void bench_side_by_side(const struct options *o, const char *group, const char *unit, double scale, const struct shape *shapes,
-                               const struct line *line, int n, tl_pool *tp)
+static void bench_side_by_side(const struct options *o, const char *group, const char *unit,
+                               double scale, const struct shape *shapes, const struct line *line,
+                               int n, tl_pool *tp)
 {
     struct workload *w = must(calloc((size_t)n, sizeof *w));
     const char *const isa = best_isa(o);
@@ -210,7 +233,9 @@ static void group_growth(const struct options *o, int threads)
     struct shape shapes[6];
     struct line line[6];
     tl_pool *tp = pool_of(threads);
-    print_title("growth", "does a position of a long context, a sequence of a large batch, cost more?", o, threads);
+    print_title("growth",
+                "does a position of a long context, a sequence of a large batch, cost more?", o,
+                threads);
     for (int i = 0; i < 4; i++) {
         shapes[i] = (struct shape){1, ctx[i], 32, 8, 128, 16, 0};
         line[i] = (struct line){.amount = (double)ctx[i] / 1024, .base = 0};
@@ -249,15 +274,16 @@ static void group_small(const struct options *o)
     static const struct shape of[] = {{1, 0, 32, 8, 128, 16, 0}, {1, 0, 9, 3, 64, 16, 0}};
     const char *const isa = best_isa(o);
     tl_pool *tp = pool_of(n_cpus() > 1 ? 2 : 1);
-    print_title("small", "a call of a few positions, and the same call given a pool of two threads", o, 1);
+    print_title("small", "a call of a few positions, and the same call given a pool of two threads",
+                o, 1);
     for (int k = 0; k < 2; k++)
         for (int i = 0; i < 4; i++) {
             struct shape s = of[k];
             struct workload w[2];
             struct line line[2] = {{.amount = 1, .base = 0}, {.amount = 1, .base = 0}};
             s.ctx = ctx[i];
-            snprintf(line[0].name, sizeof line[0].name, "H %lld/%lld D %lld ctx %lld", (long long)s.H, (long long)s.Hkv, (long long)s.D,
-                     (long long)s.ctx);
+            snprintf(line[0].name, sizeof line[0].name, "H %lld/%lld D %lld ctx %lld",
+                     (long long)s.H, (long long)s.Hkv, (long long)s.D, (long long)s.ctx);
             snprintf(line[1].name, sizeof line[1].name, "  with a pool of 2");
             for (int p = 0; p < (tp ? 2 : 1); p++) {
                 set_up(&w[p], s, NULL, true, p ? tp : NULL);
@@ -274,13 +300,15 @@ static void group_small(const struct options *o)
 }
 
 /* `what` is "D", "b" or "G", whose value `common` and `unusual` have. */
-static void beside_common(const struct options *o, const char *what, int64_t common, int64_t unusual, tl_pool *tp)
+static void beside_common(const struct options *o, const char *what, int64_t common,
+                          int64_t unusual, tl_pool *tp)
 {
     const int64_t value[2] = {common, unusual};
     struct shape shapes[2];
     struct line line[2];
     for (int i = 0; i < 2; i++) {
-        const int64_t G = *what == 'G' ? value[i] : 4, D = *what == 'D' ? value[i] : 128, b = *what == 'b' ? value[i] : 16;
+        const int64_t G = *what == 'G' ? value[i] : 4, D = *what == 'D' ? value[i] : 128,
+                      b = *what == 'b' ? value[i] : 16;
         shapes[i] = (struct shape){1, 4096, 8 * G, 8, D, b, 0};
         line[i] = (struct line){.amount = 4.0 * 4096 * 8 * (double)D / 1024, .base = 0};
         snprintf(line[i].name, sizeof line[i].name, "%s %lld", what, (long long)value[i]);
@@ -294,16 +322,21 @@ static void group_unusual(const struct options *o, int threads)
     static const struct {
         const char *what;
         int64_t common, unusual;
-    } pairs[] = {{"D", 64, 80}, {"D", 128, 96}, {"D", 128, 112}, {"D", 128, 192}, {"D", 128, 256}, {"b", 16, 1}, {"b", 16, 8}, {"b", 16, 32},
-                 {"b", 16, 64}, {"G", 4, 1},    {"G", 4, 2},     {"G", 4, 3},     {"G", 4, 5},     {"G", 8, 6},  {"G", 8, 16}};
+    } pairs[] = {{"D", 64, 80}, {"D", 128, 96}, {"D", 128, 112}, {"D", 128, 192}, {"D", 128, 256},
+                 {"b", 16, 1},  {"b", 16, 8},   {"b", 16, 32},   {"b", 16, 64},   {"G", 4, 1},
+                 {"G", 4, 2},   {"G", 4, 3},    {"G", 4, 5},     {"G", 8, 6},     {"G", 8, 16}};
     tl_pool *tp = pool_of(threads);
-    print_title("unusual", "a byte of K and V beside the nearest common shape (more queries a group are more arithmetic)", o, threads);
+    print_title("unusual",
+                "a byte of K and V beside the nearest common shape (more queries a group are more "
+                "arithmetic)",
+                o, threads);
     for (size_t i = 0; i < sizeof pairs / sizeof *pairs; i++)
         beside_common(o, pairs[i].what, pairs[i].common, pairs[i].unusual, tp);
     tl_pool_destroy(tp);
 }
 
-static void bench_ragged(const struct options *o, const char *name, const int32_t *lens, tl_pool *tp)
+static void bench_ragged(const struct options *o, const char *name, const int32_t *lens,
+                         tl_pool *tp)
 {
     const char *const isa = best_isa(o);
     struct workload w;
@@ -321,14 +354,17 @@ static void bench_ragged(const struct options *o, const char *name, const int32_
     const struct tally t = take_turns(entrants, 2, tp, o->quick ? 1 : 4);
     print_ratios(o, "ragged", "us a step", 1e6, line, 2, t);
     const double speed_up = paired_ratio(entrants[0].sample, entrants[1].sample, t.kept);
-    printf("%-36s %10.2f times as fast; %d turns, %d dropped%s", "", speed_up, t.kept, t.dropped, busy(t));
+    printf("%-36s %10.2f times as fast; %d turns, %d dropped%s", "", speed_up, t.kept, t.dropped,
+           busy(t));
     tear_down(&w);
 }
 
 static void group_ragged(const struct options *o)
 {
-    static const int32_t mixed[16] = {64, 16384, 200, 3000, 1024, 77, 8192, 512, 12000, 100, 2048, 640, 5000, 333, 1500, 4096};
-    static const int32_t one_long[16] = {64, 64, 64, 64, 64, 64, 64, 16384, 64, 64, 64, 64, 64, 64, 64, 64};
+    static const int32_t mixed[16] = {64,    16384, 200,  3000, 1024, 77,  8192, 512,
+                                      12000, 100,   2048, 640,  5000, 333, 1500, 4096};
+    static const int32_t one_long[16] = {64, 64, 64, 64, 64, 64, 64, 16384,
+                                         64, 64, 64, 64, 64, 64, 64, 64};
     int32_t even[16];
     tl_pool *tp = pool_of(n_cpus() > 1 ? 2 : 1);
     print_title("ragged", "batches of 16 on two threads", o, n_cpus() > 1 ? 2 : 1);
@@ -344,8 +380,9 @@ static void group_ragged(const struct options *o)
     tl_pool_destroy(tp);
 }
 
-/* A call that is refused at the very last table entry has checked all of them and computed nothing. What a refusal at
- * the first entry takes (the call, and writing its message) is in both, so that their difference is the checking. */
+/* A call that is refused at the very last table entry has checked all of them and computed nothing.
+ * What a refusal at the first entry takes (the call, and writing its message) is in both, so that
+ * their difference is the checking. */
 static void run_refused(void *workload)
 {
     struct workload *w = workload;
@@ -359,7 +396,8 @@ static void bench_validation(const struct options *o, struct shape s)
 {
     const char *const isa = best_isa(o);
     struct workload w, bad[2];
-    struct line line[3] = {{.amount = 1, .base = 0}, {.amount = 1, .base = 1}, {.amount = 1, .base = 2}};
+    struct line line[3] = {
+        {.amount = 1, .base = 0}, {.amount = 1, .base = 1}, {.amount = 1, .base = 2}};
     set_up(&w, s, NULL, o->cached, NULL);
     check_outputs(&w, &isa, 1);
     entrants[0] = decode_on(isa, &w);
@@ -368,15 +406,18 @@ static void bench_validation(const struct options *o, struct shape s)
         bad[i].tables = must(malloc(w.n_tables * sizeof *w.tables));
         memcpy(bad[i].tables, w.tables, w.n_tables * sizeof *w.tables);
         bad[i].tables[i ? w.n_tables - 1 : 0] = UINT32_MAX;
-        entrants[i + 1] = (struct entrant){.what = "refused", .run = run_refused, .ctx = &bad[i], .isa = isa, .calls = 1};
+        entrants[i + 1] = (struct entrant){
+            .what = "refused", .run = run_refused, .ctx = &bad[i], .isa = isa, .calls = 1};
         entrants[i + 1].calls = calls_per_turn(&entrants[i + 1]);
-        snprintf(line[i + 1].name, sizeof line[i + 1].name, "  refused at its %s entry", i ? "last" : "first");
+        snprintf(line[i + 1].name, sizeof line[i + 1].name, "  refused at its %s entry",
+                 i ? "last" : "first");
     }
     shape_name(line[0].name, sizeof line[0].name, s);
     const struct tally t = take_turns(entrants, 3, NULL, o->quick ? 0.3 : 2);
     print_ratios(o, "validation", "us a call", 1e6, line, 3, t);
     const double step = spread_of(entrants[0].sample, t.kept).median;
-    const double checks = spread_of(entrants[2].sample, t.kept).median - spread_of(entrants[1].sample, t.kept).median;
+    const double checks =
+        spread_of(entrants[2].sample, t.kept).median - spread_of(entrants[1].sample, t.kept).median;
     printf("%-36s %10.3f%% of the step is checking\n", "", 100 * checks / step);
     for (int i = 0; i < 2; i++)
         free(bad[i].tables);

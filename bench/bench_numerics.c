@@ -1,18 +1,21 @@
 /* SPDX-License-Identifier: MIT */
-/* bench_numerics.c: conversions, exp and softmax on every instruction set this CPU has, raced against memcpy of as many bytes.
+/* bench_numerics.c: conversions, exp and softmax on every instruction set this CPU has, raced
+ * against memcpy of as many bytes.
  *
  *     bench_numerics [--quick] [--json FILE] [f32_to_f16 ... exp softmax online ...]
  *
- * GB/s counts bytes read and bytes written; memcpy moves half that number from one place to another, so that it reads and
- * writes as many together. Sizes: rows that stay in the first-level cache, arrays that stay in the second, and more than any
- * cache holds. Results are compared with scalar's, bit for bit, before anything is timed.
+ * GB/s counts bytes read and bytes written; memcpy moves half that number from one place to
+ * another, so that it reads and writes as many together. Sizes: rows that stay in the first-level
+ * cache, arrays that stay in the second, and more than any cache holds. Results are compared with
+ * scalar's, bit for bit, before anything is timed.
  *
- * Where the array is in cache, instructions are the limit of all but f16 and bf16_to_f32. Sixteen elements on AVX-512, where a
- * 512-bit fma, addition or word operation starts every cycle, two of them if they are of different kinds (Zen 4), and memcpy of
- * 128 bytes takes four cycles from the second-level cache: exp has 9 fma and 9 others, so 9 cycles at the least (12 are
- * measured); softmax has exp and three passes, of 2, 2 and 3 instructions on vectors (17 measured), online two exps (30
- * measured). f32_to_bf16 has 5 word operations to round, 2 for NaN and 2 to pack, f32_to_e4m3 and f32_to_e5m2 some 15 and
- * 17. AVX2 has twice as many of each. */
+ * Where the array is in cache, instructions are the limit of all but f16 and bf16_to_f32. Sixteen
+ * elements on AVX-512, where a 512-bit fma, addition or word operation starts every cycle, two of
+ * them if they are of different kinds (Zen 4), and memcpy of 128 bytes takes four cycles from the
+ * second-level cache: exp has 9 fma and 9 others, so 9 cycles at the least (12 are measured);
+ * softmax has exp and three passes, of 2, 2 and 3 instructions on vectors (17 measured), online two
+ * exps (30 measured). f32_to_bf16 has 5 word operations to round, 2 for NaN and 2 to pack,
+ * f32_to_e4m3 and f32_to_e5m2 some 15 and 17. AVX2 has twice as many of each. */
 #include <math.h>
 
 #include "bench.h"
@@ -28,10 +31,10 @@ struct work {
     size_t in, out;
 };
 
-#define WORK(member, from, to)                                                                            \
-    static void run_##member(const struct tl_kernels *k, const void *x, void *y, int64_t n)                \
-    {                                                                                                     \
-        k->member((const from *)x, (to *)y, n);                                                           \
+#define WORK(member, from, to)                                                              \
+    static void run_##member(const struct tl_kernels *k, const void *x, void *y, int64_t n) \
+    {                                                                                       \
+        k->member((const from *)x, (to *)y, n);                                             \
     }
 WORK(f32_to_f16_n, float, uint16_t)
 WORK(f16_to_f32_n, uint16_t, float)
@@ -100,7 +103,8 @@ static void check_bits(const struct work *work, const void *x, void *y, int n_is
     for (int i = 1; i < n_isas; i++) {
         work->run(tables[i], x, y, n);
         if (memcmp(first, y, (size_t)n * work->out) != 0) {
-            fprintf(stderr, "bench: %s on %s and %s differ\n", work->name, tables[0]->name, tables[i]->name);
+            fprintf(stderr, "bench: %s on %s and %s differ\n", work->name, tables[0]->name,
+                    tables[i]->name);
             exit(1);
         }
     }
@@ -122,7 +126,8 @@ static void bench_work(struct race *r, const struct work *work, int n_isas)
         snprintf(r->size, sizeof r->size, "%lld", (long long)u.n);
         racers[1].run = u.n == LARGEST ? racers[n_isas].run : run_on_0; /* scalar takes too long */
         racers[1].what = u.n == LARGEST ? tables[n_isas - 1]->name : tables[0]->name;
-        race(r, GB_PER_S, (double)u.n * (double)(work->in + work->out), racers, u.n == LARGEST ? 2 : n_isas + 1, &u);
+        race(r, GB_PER_S, (double)u.n * (double)(work->in + work->out), racers,
+             u.n == LARGEST ? 2 : n_isas + 1, &u);
     }
     tl_free((void *)u.x), tl_free(u.y);
 }

@@ -1,11 +1,13 @@
 /* SPDX-License-Identifier: MIT */
-/* bench_prefill.c: attention of many rows at once over contiguous K and V, causal, beside the fma peak of the machine.
+/* bench_prefill.c: attention of many rows at once over contiguous K and V, causal, beside the fma
+ * peak of the machine.
  *
  *     bench_prefill [--quick] [--json FILE] [--isa NAME[,NAME]] [--threads N] [H Hkv D Tq past]
  *
- * Tq rows stand at the end of past + Tq keys. Counted are the keys that a row sees: the causal half. At a small size a
- * plain C loop (two loops and expf for each row) stands beside them. Before anything is timed every instruction set has
- * the same bits, and rows spread over the whole output are near the plain loop. */
+ * Tq rows stand at the end of past + Tq keys. Counted are the keys that a row sees: the causal
+ * half. At a small size a plain C loop (two loops and expf for each row) stands beside them. Before
+ * anything is timed every instruction set has the same bits, and rows spread over the whole output
+ * are near the plain loop. */
 #include <math.h>
 #include <stdbool.h>
 
@@ -68,8 +70,9 @@ static void run_prefill(void *ctx)
 {
     const struct prefill *f = ctx;
     const struct prompt *p = &f->p;
-    if (tl_flash_attn_fwd_f32(f->q, f->k, f->v, f->out, NULL, 1, p->H, p->Hkv, p->Tq, p->past + p->Tq, p->D, 1 / sqrtf((float)p->D),
-                              p->past, 1, 0, NULL, 0, 0, f->scratch, f->tp) != TL_OK) {
+    if (tl_flash_attn_fwd_f32(f->q, f->k, f->v, f->out, NULL, 1, p->H, p->Hkv, p->Tq,
+                              p->past + p->Tq, p->D, 1 / sqrtf((float)p->D), p->past, 1, 0, NULL, 0,
+                              0, f->scratch, f->tp) != TL_OK) {
         fprintf(stderr, "bench: %s\n", tl_last_error());
         exit(2);
     }
@@ -102,7 +105,8 @@ static void run_plain_rows(void *ctx)
 static void check_rows(const struct prefill *f, const char *isa)
 {
     const int64_t rows = f->p.H * f->p.Tq, D = f->p.D;
-    float *weights = must(malloc((size_t)(f->p.past + f->p.Tq) * sizeof *weights)), *expected = must(malloc((size_t)D * sizeof *expected));
+    float *weights = must(malloc((size_t)(f->p.past + f->p.Tq) * sizeof *weights)),
+          *expected = must(malloc((size_t)D * sizeof *expected));
     for (int64_t i = 0; i < rows; i += i < 64 ? 1 : 1 + (int64_t)(bench_random() % 499)) {
         plain_prompt_row(f, i, weights, expected);
         for (int64_t d = 0; d < D; d++)
@@ -130,15 +134,18 @@ static void check_prefill(struct prefill *f, const struct options *o)
     free(first);
 }
 
-static void print_prefill(const struct options *o, const struct prefill *f, int i, int n, struct tally t, double peak)
+static void print_prefill(const struct options *o, const struct prefill *f, int i, int n,
+                          struct tally t, double peak)
 {
     const struct spread at = spread_of(entrants[i].sample, t.kept);
-    const double over_plain = entrants[n - 1].run == run_plain_rows ? paired_ratio(entrants[n - 1].sample, entrants[i].sample, t.kept) : 0;
+    const double over_plain = entrants[n - 1].run == run_plain_rows
+                                  ? paired_ratio(entrants[n - 1].sample, entrants[i].sample, t.kept)
+                                  : 0;
     char name[64];
-    snprintf(name, sizeof name, "H %2lld/%-2lld D %-3lld rows %-4lld after %lld", (long long)f->p.H, (long long)f->p.Hkv, (long long)f->p.D,
-             (long long)f->p.Tq, (long long)f->p.past);
-    printf("%-36s %-7s %10.2f %10.2f %10.2f %7.1f", i ? "" : name, entrants[i].what, at.median * 1e3, at.p10 * 1e3, at.p90 * 1e3,
-           f->flops / at.median / 1e9);
+    snprintf(name, sizeof name, "H %2lld/%-2lld D %-3lld rows %-4lld after %lld", (long long)f->p.H,
+             (long long)f->p.Hkv, (long long)f->p.D, (long long)f->p.Tq, (long long)f->p.past);
+    printf("%-36s %-7s %10.2f %10.2f %10.2f %7.1f", i ? "" : name, entrants[i].what,
+           at.median * 1e3, at.p10 * 1e3, at.p90 * 1e3, f->flops / at.median / 1e9);
     printf(peak > 0 ? " %6.0f%%" : "       -", 100 * f->flops / at.median / peak);
     printf(over_plain > 0 ? " %7.2f" : "       -", over_plain);
     if (i == 0)
@@ -146,10 +153,14 @@ static void print_prefill(const struct options *o, const struct prefill *f, int 
     else
         printf("\n");
     if (o->json)
-        fprintf(o->json, "{\"H\":%lld,\"Hkv\":%lld,\"D\":%lld,\"Tq\":%lld,\"past\":%lld,\"threads\":%d,\"what\":\"%s\",\"median_us\":%.1f,"
-                         "\"p10_us\":%.1f,\"p90_us\":%.1f,\"gflop_s\":%.2f,\"of_peak\":%.4f,\"over_plain\":%.3f}\n",
-                (long long)f->p.H, (long long)f->p.Hkv, (long long)f->p.D, (long long)f->p.Tq, (long long)f->p.past, tl_pool_threads(f->tp),
-                entrants[i].what, at.median * 1e6, at.p10 * 1e6, at.p90 * 1e6, f->flops / at.median / 1e9,
+        fprintf(o->json,
+                "{\"H\":%lld,\"Hkv\":%lld,\"D\":%lld,\"Tq\":%lld,\"past\":%lld,\"threads\":%d,"
+                "\"what\":\"%s\",\"median_us\":%.1f,"
+                "\"p10_us\":%.1f,\"p90_us\":%.1f,\"gflop_s\":%.2f,\"of_peak\":%.4f,\"over_plain\":%"
+                ".3f}\n",
+                (long long)f->p.H, (long long)f->p.Hkv, (long long)f->p.D, (long long)f->p.Tq,
+                (long long)f->p.past, tl_pool_threads(f->tp), entrants[i].what, at.median * 1e6,
+                at.p10 * 1e6, at.p90 * 1e6, f->flops / at.median / 1e9,
                 peak > 0 ? f->flops / at.median / peak : 0, over_plain);
 }
 
@@ -160,9 +171,11 @@ static void bench_prompt(const struct options *o, struct prompt p, tl_pool *tp, 
     set_up_prompt(&f, p, tp);
     check_prefill(&f, o);
     for (int i = 0; i < o->n_isas; i++)
-        entrants[n++] = (struct entrant){.what = o->isa[i], .run = run_prefill, .ctx = &f, .isa = o->isa[i], .calls = 1};
+        entrants[n++] = (struct entrant){
+            .what = o->isa[i], .run = run_prefill, .ctx = &f, .isa = o->isa[i], .calls = 1};
     if (p.past + p.Tq <= 128)
-        entrants[n++] = (struct entrant){.what = "plain", .run = run_plain_rows, .ctx = &f, .calls = 1};
+        entrants[n++] =
+            (struct entrant){.what = "plain", .run = run_plain_rows, .ctx = &f, .calls = 1};
     const struct tally t = take_turns(entrants, n, tp, o->quick ? 0.5 : 3);
     for (int i = 0; i < n; i++)
         print_prefill(o, &f, i, n, t, i < o->n_isas ? peak[i] : 0);
@@ -172,8 +185,9 @@ static void bench_prompt(const struct options *o, struct prompt p, tl_pool *tp, 
 
 static void bench_threads(const struct options *o, int threads)
 {
-    static const struct prompt prompts[] = {{32, 8, 128, 128, 0}, {32, 8, 128, 512, 0}, {32, 8, 128, 2048, 0}, {32, 8, 128, 512, 2048},
-                                            {9, 3, 64, 128, 0},   {9, 3, 64, 512, 0},   {9, 3, 64, 2048, 0},   {9, 3, 64, 512, 2048}};
+    static const struct prompt prompts[] = {
+        {32, 8, 128, 128, 0}, {32, 8, 128, 512, 0}, {32, 8, 128, 2048, 0}, {32, 8, 128, 512, 2048},
+        {9, 3, 64, 128, 0},   {9, 3, 64, 512, 0},   {9, 3, 64, 2048, 0},   {9, 3, 64, 512, 2048}};
     double peak[MAX_ISAS];
     tl_pool *tp = NULL;
     if (threads > 1 && tl_pool_create(threads, &tp) != TL_OK)
@@ -183,8 +197,8 @@ static void bench_threads(const struct options *o, int threads)
         peak[i] = fma_peak(o->isa[i], tp);
         printf(" %s %.1f", o->isa[i], peak[i] / 1e9);
     }
-    printf(" GFLOP/s\n%-36s %-7s %10s %10s %10s %7s %7s %7s %6s %7s\n", "", "", "median ms", "p10", "p90", "GFLOP/s", "of fma", "x plain",
-           "turns", "dropped");
+    printf(" GFLOP/s\n%-36s %-7s %10s %10s %10s %7s %7s %7s %6s %7s\n", "", "", "median ms", "p10",
+           "p90", "GFLOP/s", "of fma", "x plain", "turns", "dropped");
     for (size_t i = 0; i < (o->given.H ? 1 : sizeof prompts / sizeof *prompts); i++)
         bench_prompt(o, o->given.H ? o->given : prompts[i], tp, peak);
     tl_pool_destroy(tp);
@@ -219,7 +233,10 @@ int main(int argc, char **argv)
 {
     const struct options o = options_of(argc, argv);
     printf("%s; %s\n", cpu_model(), __VERSION__);
-    for (int threads = o.threads ? o.threads : 1; threads <= (o.threads ? o.threads : n_cpus() > 1 ? 2 : 1); threads++)
+    for (int threads = o.threads ? o.threads : 1; threads <= (o.threads      ? o.threads
+                                                              : n_cpus() > 1 ? 2
+                                                                             : 1);
+         threads++)
         bench_threads(&o, threads);
     if (o.json)
         fclose(o.json);

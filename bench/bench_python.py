@@ -4,10 +4,10 @@
     python bench/bench_python.py [--quick] [--json FILE]
 
 Each row is one loop in which the Python call and the bare C call (ctypes, every argument converted
-beforehand) take turns on the same data, after both have given the same bytes. "added" is the median of the
-differences, turn by turn, with p10 and p90. The steps are tiny, so that what is added is not lost in the
-spread of the work itself; appends go to blocks that were written before, in a sequence that begins anew each
-turn (untimed), or goes on by one position.
+beforehand) take turns on the same data, after both have given the same bytes. "added" is the median
+of the differences, turn by turn, with p10 and p90. The steps are tiny, so that what is added is not
+lost in the spread of the work itself; appends go to blocks that were written before, in a sequence
+that begins anew each turn (untimed), or goes on by one position.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ def take_turns(python: Call, c: Call, turns: int, between: Call = nothing) -> np
     return times / 1e3
 
 
-def decode(lib: Lib, B: int, H: int, Hkv: int, D: int, ctx: int, turns: int) -> np.ndarray[Any, Any]:
+def decode(
+    lib: Lib, B: int, H: int, Hkv: int, D: int, ctx: int, turns: int
+) -> np.ndarray[Any, Any]:
     """One decode step of B sequences of ``ctx`` positions."""
     rng = np.random.default_rng(B)
     seqs = [f"seq {i}" for i in range(B)]
@@ -80,12 +82,15 @@ def decode(lib: Lib, B: int, H: int, Hkv: int, D: int, ctx: int, turns: int) -> 
         paged_attention_decode(q, cache, seqs, LAYER, out=out)
         assert out.tobytes() == expected.tobytes()
         return take_turns(
-            lambda: paged_attention_decode(q, cache, seqs, LAYER, out=out), lambda: call(*args), turns
+            lambda: paged_attention_decode(q, cache, seqs, LAYER, out=out),
+            lambda: call(*args),
+            turns,
         )
 
 
 def append(lib: Lib, T: int, n_layers: int, turns: int, anew: bool) -> np.ndarray[Any, Any]:
-    """T positions of one layer, H 8, D 128: of a sequence that begins ``anew`` each turn, or goes on.
+    """T positions of one layer, H 8, D 128: of a sequence that begins ``anew`` each turn, or goes
+    on.
 
     Of several layers it is the first, so that the fills of the blocks stay what they are.
     """
@@ -112,7 +117,9 @@ def append(lib: Lib, T: int, n_layers: int, turns: int, anew: bool) -> np.ndarra
 
         python()
         stored = cache.gather("a", LAYER)
-        assert (stored[0] == k.astype(np.float16)).all() and (stored[1] == v.astype(np.float16)).all()
+        assert (stored[0] == k.astype(np.float16)).all() and (
+            stored[1] == v.astype(np.float16)
+        ).all()
         return take_turns(python, lambda: call(*args), turns, between)
 
 
@@ -144,7 +151,9 @@ def main() -> None:
         python, c = np.median(times, axis=1)
         p10, added, p90 = np.quantile(times[0] - times[1], (0.1, 0.5, 0.9))
         missed = " !" if added > target else ""
-        print(f"{name:40} {python:8.1f} {c:8.1f} {added:8.1f} {p10:8.1f} {p90:8.1f} {target:8g}{missed}")
+        print(
+            f"{name:40} {python:8.1f} {c:8.1f} {added:8.1f} {p10:8.1f} {p90:8.1f} {target:8g}{missed}"
+        )
         if options.json:
             row = {
                 "what": name,

@@ -1,13 +1,14 @@
 /* SPDX-License-Identifier: MIT */
-/* bench_runtime.c: what stands around the kernels: the block pool's bookkeeping, appending, envelopes and their checksum, each
- * raced against what nothing of its kind can beat.
+/* bench_runtime.c: what stands around the kernels: the block pool's bookkeeping, appending,
+ * envelopes and their checksum, each raced against what nothing of its kind can beat.
  *
  *     bench_runtime [--quick] [--json FILE] [pool create append envelope crc huge ...]
  *
- * pool: nanoseconds an operation on blocks taken at random, in pools of a thousand to a million blocks as small as blocks can
- * be, so that it is the bookkeeping that is timed. "near" works on a thousand blocks of the pool, "far" on all of them: near is
- * flat, far shows the caches. append: against a loop that only converts as many floats. envelope: against memcpy of the
- * payloads. crc: against reading each word once. Results are checked before anything is timed. */
+ * pool: nanoseconds an operation on blocks taken at random, in pools of a thousand to a million
+ * blocks as small as blocks can be, so that it is the bookkeeping that is timed. "near" works on a
+ * thousand blocks of the pool, "far" on all of them: near is flat, far shows the caches. append:
+ * against a loop that only converts as many floats. envelope: against memcpy of the payloads. crc:
+ * against reading each word once. Results are checked before anything is timed. */
 #include <sys/mman.h>
 
 #include "bench.h"
@@ -33,7 +34,8 @@ static void shuffle(uint32_t *x, uint32_t n)
     }
 }
 
-static tl_kv_pool *new_pool(uint32_t n_blocks, uint32_t b, uint32_t layers, uint32_t heads, uint32_t dim)
+static tl_kv_pool *new_pool(uint32_t n_blocks, uint32_t b, uint32_t layers, uint32_t heads,
+                            uint32_t dim)
 {
     tl_kv_pool *kv;
     const tl_kv_cfg cfg = {n_blocks, b, layers, heads, dim, TL_F16, TL_KV_FORMAT_V1};
@@ -47,8 +49,10 @@ enum { OPS = 1000 }; /* in one run */
 
 struct ops {
     tl_kv_pool *kv;
-    uint32_t n, n_near, *ids, at; /* all blocks but those left free, shuffled; the next one, below n_near */
-    uint64_t *records;            /* yardstick: as many as there are blocks, each as large as a block's own record */
+    /* all blocks but those left free, shuffled; the next one, below n_near */
+    uint32_t n, n_near, *ids, at;
+    /* yardstick: as many as there are blocks, each as large as a block's own record */
+    uint64_t *records;
     void **pieces;
 };
 
@@ -147,7 +151,8 @@ static void check_pool(struct ops *u)
     uint32_t id = u->ids[0], other = id;
     tl_kv_stats stats;
     CHECK(tl_kv_lookup(u->kv, hash_of(id), &other) == TL_OK && other == id);
-    CHECK(tl_kv_refs(u->kv, id) == 2 && tl_kv_cow(u->kv, id, &other) == TL_OK && other != id && tl_kv_refs(u->kv, id) == 1);
+    CHECK(tl_kv_refs(u->kv, id) == 2 && tl_kv_cow(u->kv, id, &other) == TL_OK && other != id &&
+          tl_kv_refs(u->kv, id) == 1);
     CHECK(tl_kv_unref(u->kv, other) == TL_OK);
     tl_kv_stats_get(u->kv, &stats);
     CHECK(stats.used == u->n && stats.cached == 0 && stats.evictions == 0);
@@ -162,7 +167,8 @@ static void pool_of(struct race *r, uint32_t n_blocks, bool far)
     u.pieces = must(calloc(n_blocks, sizeof *u.pieces));
     CHECK(tl_kv_alloc(u.kv, u.n, u.ids) == TL_OK);
     for (uint32_t i = 0; i < u.n; i++)
-        CHECK(tl_kv_set_fill(u.kv, u.ids[i], 1) == TL_OK && tl_kv_register(u.kv, u.ids[i], hash_of(u.ids[i])) == TL_OK);
+        CHECK(tl_kv_set_fill(u.kv, u.ids[i], 1) == TL_OK &&
+              tl_kv_register(u.kv, u.ids[i], hash_of(u.ids[i])) == TL_OK);
     shuffle(u.ids, u.n);
     check_pool(&u);
     snprintf(r->size, sizeof r->size, "%u blocks, %s", n_blocks, far ? "far" : "near");
@@ -179,7 +185,9 @@ static void pool_of(struct race *r, uint32_t n_blocks, bool far)
     CHECK(tl_kv_alloc(u.kv, u.n, u.ids) == TL_OK);
     shuffle(u.ids, u.n);
     race(r, NS_EACH, OPS,
-         (const struct racer[]){{"free, malloc(128)", malloc_and_free}, {"unref, alloc", unref_and_alloc}}, 2, &u);
+         (const struct racer[]){{"free, malloc(128)", malloc_and_free},
+                                {"unref, alloc", unref_and_alloc}},
+         2, &u);
     for (uint32_t i = 0; i < n_blocks; i++)
         free(u.pieces[i]);
     tl_kv_pool_destroy(u.kv);
@@ -217,7 +225,8 @@ static void map_and_unmap(void *ctx)
 {
     (void)ctx;
     const size_t bytes = (size_t)create_blocks * 2 * 1024 * 1024;
-    void *p = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void *p = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
+                   -1, 0);
     CHECK(p != MAP_FAILED && munmap(p, bytes) == 0);
 }
 
@@ -236,7 +245,9 @@ static void bench_create(struct race *r)
         create_ids = must(malloc(create_blocks * sizeof *create_ids));
         snprintf(r->size, sizeof r->size, "%u blocks of 2 MiB", create_blocks);
         race(r, NS_EACH, 1,
-             (const struct racer[]){{"mmap, munmap", map_and_unmap}, {"create, destroy", create_and_destroy}}, 2, NULL);
+             (const struct racer[]){{"mmap, munmap", map_and_unmap},
+                                    {"create, destroy", create_and_destroy}},
+             2, NULL);
         snprintf(r->size, sizeof r->size, "each of %u blocks", create_blocks);
         race(r, NS_EACH, create_blocks,
              (const struct racer[]){{"malloc, write 32 bytes", clear_records},
@@ -278,7 +289,8 @@ static void append_all(void *ctx)
 {
     struct append *u = ctx;
     next_layer(u);
-    tl_kv_append_f32(u->kv, u->layer, u->table, 1 << 20, u->pos, u->T, tensor(u, 0), tensor(u, 1), u->head_stride, u->token_stride);
+    tl_kv_append_f32(u->kv, u->layer, u->table, 1 << 20, u->pos, u->T, tensor(u, 0), tensor(u, 1),
+                     u->head_stride, u->token_stride);
 }
 
 static void check_append(struct append *u)
@@ -287,14 +299,16 @@ static void check_append(struct append *u)
     for (int64_t head = 0; head < u->heads; head++)
         for (int64_t t = 0; t < u->T; t++)
             for (int64_t d = 0; d < u->dim; d++) {
-                const uint16_t *slab = tl_kv_block_ptr(u->kv, u->table[(u->pos + t) / 16], u->layer, 1);
+                const uint16_t *slab =
+                    tl_kv_block_ptr(u->kv, u->table[(u->pos + t) / 16], u->layer, 1);
                 CHECK(slab[(head * 16 + (u->pos + t) % 16) * u->dim + d] ==
                       tl_f32_to_f16(tensor(u, 1)[head * u->head_stride + t * u->token_stride + d]));
             }
 }
 
 /* With head_major x is [heads][T][dim], else [T][heads][dim]. */
-static void append_of(struct race *r, int64_t heads, int64_t dim, int64_t T, bool head_major, bool cached)
+static void append_of(struct race *r, int64_t heads, int64_t dim, int64_t T, bool head_major,
+                      bool cached)
 {
     const double bytes = (double)(2 * heads * T * dim) * (sizeof(float) + sizeof(uint16_t));
     const uint32_t layers = cached ? 1 : (uint32_t)(160e6 / bytes) + 1;
@@ -306,13 +320,15 @@ static void append_of(struct race *r, int64_t heads, int64_t dim, int64_t T, boo
     u.table = must(malloc(n_blocks * sizeof *u.table));
     CHECK(tl_kv_alloc(u.kv, n_blocks, u.table) == TL_OK);
     shuffle(u.table, n_blocks);
-    u.x = must(tl_alloc((size_t)n * sizeof *u.x, 64)), u.y = must(tl_alloc((size_t)n * sizeof *u.y, 64));
+    u.x = must(tl_alloc((size_t)n * sizeof *u.x, 64)),
+    u.y = must(tl_alloc((size_t)n * sizeof *u.y, 64));
     for (int64_t i = 0; i < n; i++)
         u.x[i] = bench_normal();
     check_append(&u);
-    snprintf(r->size, sizeof r->size, "%dx%d, T %d%s%s", (int)heads, (int)dim, (int)T, head_major ? "" : ", by token",
-             cached ? ", cached" : "");
-    const struct racer racers[] = {{"conversion loop", convert_only}, {"tl_kv_append_f32", append_all}};
+    snprintf(r->size, sizeof r->size, "%dx%d, T %d%s%s", (int)heads, (int)dim, (int)T,
+             head_major ? "" : ", by token", cached ? ", cached" : "");
+    const struct racer racers[] = {{"conversion loop", convert_only},
+                                   {"tl_kv_append_f32", append_all}};
     if (T == 1)
         race(r, NS_EACH, 1, racers, 2, &u);
     else
@@ -374,14 +390,18 @@ static void check_move(struct move *u)
     export_all(u);
     CHECK(tl_kv_import(u->to, u->buf, u->bytes, u->ids_in) == TL_OK);
     for (uint32_t i = 0; i < u->n; i++)
-        CHECK(memcmp(tl_kv_block_ptr(u->from, u->ids[i], 0, 0), tl_kv_block_ptr(u->to, u->ids_in[i], 0, 0), u->block) == 0 &&
+        CHECK(memcmp(tl_kv_block_ptr(u->from, u->ids[i], 0, 0),
+                     tl_kv_block_ptr(u->to, u->ids_in[i], 0, 0), u->block) == 0 &&
               tl_kv_unref(u->to, u->ids_in[i]) == TL_OK);
 }
 
 /* n blocks of 16 tokens, `fill` of them there. */
-static void move_of(struct race *r, uint32_t n, uint32_t layers, uint32_t heads, uint32_t dim, uint32_t fill)
+static void move_of(struct race *r, uint32_t n, uint32_t layers, uint32_t heads, uint32_t dim,
+                    uint32_t fill)
 {
-    struct move u = {.from = new_pool(n, 16, layers, heads, dim), .to = new_pool(n, 16, layers, heads, dim), .n = n};
+    struct move u = {.from = new_pool(n, 16, layers, heads, dim),
+                     .to = new_pool(n, 16, layers, heads, dim),
+                     .n = n};
     u.ids = must(malloc(n * sizeof *u.ids)), u.ids_in = must(malloc(n * sizeof *u.ids_in));
     u.block = tl_kv_block_bytes(u.from), u.bytes = tl_kv_export_bytes(u.from, n);
     u.buf = must(tl_alloc(u.bytes, 2 << 20));
@@ -395,10 +415,13 @@ static void move_of(struct race *r, uint32_t n, uint32_t layers, uint32_t heads,
     check_move(&u);
     for (uint32_t i = 0; i < n; i++)
         CHECK(tl_kv_set_fill(u.from, u.ids[i], fill) == TL_OK);
-    snprintf(r->size, sizeof r->size, "%u x %zu KiB%s", n, u.block / 1024, fill < 16 ? ", part" : "");
-    race(r, GB_PER_S, (double)u.bytes, (const struct racer[]){{"memcpy out", copy_out}, {"tl_kv_export", export_all}}, 2, &u);
+    snprintf(r->size, sizeof r->size, "%u x %zu KiB%s", n, u.block / 1024,
+             fill < 16 ? ", part" : "");
+    race(r, GB_PER_S, (double)u.bytes,
+         (const struct racer[]){{"memcpy out", copy_out}, {"tl_kv_export", export_all}}, 2, &u);
     export_all(&u);
-    race(r, GB_PER_S, (double)u.bytes, (const struct racer[]){{"memcpy in", copy_in}, {"tl_kv_import", import_all}}, 2, &u);
+    race(r, GB_PER_S, (double)u.bytes,
+         (const struct racer[]){{"memcpy in", copy_in}, {"tl_kv_import", import_all}}, 2, &u);
     tl_kv_pool_destroy(u.from), tl_kv_pool_destroy(u.to);
     free(u.ids), free(u.ids_in), tl_free(u.buf);
 }
@@ -521,14 +544,17 @@ static void bench_huge(struct race *r)
     tl_kv_pool *kv = new_pool(256, 16, 16, 8, 128);
     struct reach u = {.bytes = 256 * tl_kv_block_bytes(kv)};
     unsigned char *pool = tl_kv_block_ptr(kv, 0, 0, 0);
-    unsigned char *small = mmap(NULL, u.bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    unsigned char *small =
+        mmap(NULL, u.bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     CHECK(small != MAP_FAILED);
     (void)madvise(small, u.bytes, MADV_NOHUGEPAGE);
     memset(pool, 1, u.bytes), memset(small, 1, u.bytes);
-    printf("huge     %zu of the pool's %zu MiB lie in huge pages\n", (huge_bytes() - before) >> 20, u.bytes >> 20);
+    printf("huge     %zu of the pool's %zu MiB lie in huge pages\n", (huge_bytes() - before) >> 20,
+           u.bytes >> 20);
     u.p[0] = pool, u.p[1] = small;
     snprintf(r->size, sizeof r->size, "a load in %zu MiB", u.bytes >> 20);
-    race(r, NS_EACH, OPS, (const struct racer[]){{"small pages", reach_small}, {"the pool", reach_pool}}, 2, &u);
+    race(r, NS_EACH, OPS,
+         (const struct racer[]){{"small pages", reach_small}, {"the pool", reach_pool}}, 2, &u);
     munmap(small, u.bytes);
     tl_kv_pool_destroy(kv);
 }

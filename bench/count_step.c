@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: MIT */
-/* count_step.c: instructions that small fixed steps take, counted one by one: a number without noise, for what timing
- * is too coarse or the machine too busy to show.
+/* count_step.c: instructions that small fixed steps take, counted one by one: a number without
+ * noise, for what timing is too coarse or the machine too busy to show.
  *
  *     count_step [--isa NAME[,NAME]]          prints lines: step, instruction set, instructions
  *
- * The trap flag makes the CPU raise SIGTRAP after every instruction; the handler counts. That works for any instruction
- * set the CPU has and needs no privilege, but takes some ten microseconds an instruction on a virtual machine. So steps
- * are small: one KV head of each shape (a step of eight takes eight times as many), and one tile of positions for
- * scalar code. x86-64 only. */
+ * The trap flag makes the CPU raise SIGTRAP after every instruction; the handler counts. That works
+ * for any instruction set the CPU has and needs no privilege, but takes some ten microseconds an
+ * instruction on a virtual machine. So steps are small: one KV head of each shape (a step of eight
+ * takes eight times as many), and one tile of positions for scalar code. x86-64 only. */
 #include <gnu/libc-version.h>
 #include <signal.h>
 
@@ -49,8 +49,10 @@ static void count_one(int signal)
 
 /* The red zone below the stack pointer is the compiler's: step over it. */
 #if defined(__x86_64__)
-#define SET_FLAGS(how) \
-    __asm__ volatile("lea -128(%%rsp), %%rsp; pushfq; " how ", (%%rsp); popfq; lea 128(%%rsp), %%rsp" ::: "memory", "cc")
+#define SET_FLAGS(how)                                            \
+    __asm__ volatile("lea -128(%%rsp), %%rsp; pushfq; " how       \
+                     ", (%%rsp); popfq; lea 128(%%rsp), %%rsp" :: \
+                         : "memory", "cc")
 #define TRAP_ON() SET_FLAGS("orq $0x100")
 #define TRAP_OFF() SET_FLAGS("andq $~0x100")
 #else
@@ -76,8 +78,9 @@ static tl_status run_step(const struct step *step, struct workload *w, const str
     const struct shape *s = &step->s;
     if (!step->prefill)
         return decode(w);
-    return tl_flash_attn_fwd_f32(p->q, p->k, p->v, p->out, NULL, 1, s->H, s->Hkv, ROWS, s->ctx, s->D, 1 / sqrtf((float)s->D), PAST, 1, 0,
-                                 NULL, 0, 0, p->scratch, NULL);
+    return tl_flash_attn_fwd_f32(p->q, p->k, p->v, p->out, NULL, 1, s->H, s->Hkv, ROWS, s->ctx,
+                                 s->D, 1 / sqrtf((float)s->D), PAST, 1, 0, NULL, 0, 0, p->scratch,
+                                 NULL);
 }
 
 static uint64_t count_step(const struct step *step, struct workload *w, const struct prompt *p)
@@ -97,22 +100,25 @@ static uint64_t count_step(const struct step *step, struct workload *w, const st
 int main(int argc, char **argv)
 {
     static struct workload w[N_STEPS];
-    struct prompt p = {normal_floats(4 * ROWS * 128), normal_floats((PAST + ROWS) * 128), normal_floats((PAST + ROWS) * 128),
-                       normal_floats(4 * ROWS * 128), NULL};
+    struct prompt p = {normal_floats(4 * ROWS * 128), normal_floats((PAST + ROWS) * 128),
+                       normal_floats((PAST + ROWS) * 128), normal_floats(4 * ROWS * 128), NULL};
     const struct sigaction action = {.sa_handler = count_one};
     const struct tl_kernels *table;
     if (tl_arena_create(0, &p.scratch) != TL_OK || sigaction(SIGTRAP, &action, NULL) != 0)
         return 2;
-    for (int i = 0; i < N_STEPS; i++) /* all of them always: the inputs are then the same whatever is counted */
+    /* all of them always: the inputs are then the same whatever is counted */
+    for (int i = 0; i < N_STEPS; i++)
         set_up(&w[i], steps[i].s, NULL, true, NULL);
     printf("made with: %s, glibc %s\n", COMPILER, gnu_get_libc_version());
 #if defined(__x86_64__)
     for (int k = 0; (table = tl_kernels_usable(k)); k++)
         for (int i = 0; i < N_STEPS; i++) {
-            if (steps[i].scalar != (strcmp(table->name, "scalar") == 0) || (argc > 2 && !strstr(argv[2], table->name)))
+            if (steps[i].scalar != (strcmp(table->name, "scalar") == 0) ||
+                (argc > 2 && !strstr(argv[2], table->name)))
                 continue;
             tl_kernels_select(table->name);
-            printf("%-32s %-7s %9llu\n", steps[i].name, table->name, (unsigned long long)count_step(&steps[i], &w[i], &p));
+            printf("%-32s %-7s %9llu\n", steps[i].name, table->name,
+                   (unsigned long long)count_step(&steps[i], &w[i], &p));
             fflush(stdout);
         }
 #else

@@ -3,10 +3,11 @@
 
     count_step | python counts.py [--update] [--why TEXT]
 
-Prints step, new count, kept count and change. A change above 2% either way, or a step that is not kept, must
-be explained: exit status 1 until ``--update --why TEXT`` writes the new counts and adds a line of history.
-Counts made with another compiler or C library are not comparable: printed, exit status 0; ``--update`` starts
-from them.
+Prints step, new count, kept count and change. A change above 2% either way, or a step that is not
+kept, must be explained: exit status 1 until ``--update --why TEXT`` writes the new counts and adds
+a line of history.
+Counts made with another compiler or C library are not comparable: printed, exit status 0;
+``--update`` starts from them.
 """
 
 from __future__ import annotations
@@ -94,7 +95,9 @@ def main() -> int:
         print("counts: nothing written, WHY='...' is missing")
         return 1
     at = kept_lines.index("# History") + 1 if "# History" in kept_lines else len(kept_lines)
-    today = [f"{date.today()}: {options.why}", *(changes if comparable else [])] if unexplained else []
+    today = (
+        [f"{date.today()}: {options.why}", *(changes if comparable else [])] if unexplained else []
+    )
     write(made_with, {**(old if comparable else {}), **new}, kept_lines[at:], today)
     print(f"counts: {KEPT.name} written")
     return 0

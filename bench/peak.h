@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* peak.h: the most f32 fused multiply-adds the machine does, by a loop of nothing else: twelve independent accumulators
- * hide the latency of any core. What attention can never exceed. */
+/* peak.h: the most f32 fused multiply-adds the machine does, by a loop of nothing else: twelve
+ * independent accumulators hide the latency of any core. What attention can never exceed. */
 #ifndef TL_BENCH_PEAK_H
 #define TL_BENCH_PEAK_H
 
@@ -61,8 +61,8 @@ static inline void peak_range(void *run, int64_t lo, int64_t hi, int worker)
     (*(void (**)(void))run)();
 }
 
-/* Flops a second of an instruction set this CPU has, on all threads of `tp` at once (NULL: the caller): the best of
- * thirty tries of about a millisecond. 0 where there is no loop for it. */
+/* Flops a second of an instruction set this CPU has, on all threads of `tp` at once (NULL: the
+ * caller): the best of thirty tries of about a millisecond. 0 where there is no loop for it. */
 static inline double fma_peak(const char *isa, tl_pool *tp)
 {
     const int threads = tl_pool_threads(tp);
@@ -72,7 +72,8 @@ static inline double fma_peak(const char *isa, tl_pool *tp)
             void (*run)(void) = peaks[i].run;
             const double start = now_s();
             tl_parallel_for(tp, threads, 1, peak_range, &run);
-            const double flops = 2.0 * PEAK_CHAINS * PEAK_STEPS * peaks[i].lanes * threads / (now_s() - start);
+            const double flops =
+                2.0 * PEAK_CHAINS * PEAK_STEPS * peaks[i].lanes * threads / (now_s() - start);
             best = flops > best ? flops : best;
         }
     return best;

@@ -1,10 +1,12 @@
 /* SPDX-License-Identifier: MIT */
-/* turns.h: entrants that may differ in everything take turns in one process, so that whatever disturbs the machine
- * disturbs them alike. Ratios are formed turn by turn and their median is shown.
+/* turns.h: entrants that may differ in everything take turns in one process, so that whatever
+ * disturbs the machine disturbs them alike. Ratios are formed turn by turn and their median is
+ * shown.
  *
- * turn: every entrant once. Dropped, counted and done again is what the machine spoilt: a run during which the system
- * took the CPU away from the caller; and, where threads take part, a turn before which two threads did not do 1.4 times
- * the work of one. Where that never ends, what comes counts. */
+ * turn: every entrant once. Dropped, counted and done again is what the machine spoilt: a run
+ * during which the system took the CPU away from the caller; and, where threads take part, a turn
+ * before which two threads did not do 1.4 times the work of one. Where that never ends, what comes
+ * counts. */
 #ifndef TL_BENCH_TURNS_H
 #define TL_BENCH_TURNS_H
 
@@ -120,7 +122,8 @@ static inline double run_undisturbed(struct entrant *e, struct tally *tally)
     }
 }
 
-/* For about so many seconds. The first turn, which warms up, does not count and tells how many there is time for. `tp`:
+/* For about so many seconds. The first turn, which warms up, does not count and tells how many
+ * there is time for. `tp`:
  * the pool some entrant runs on, or NULL. */
 static inline struct tally take_turns(struct entrant *e, int n, tl_pool *tp, double seconds)
 {
@@ -168,7 +171,8 @@ static inline struct spread spread_of(const double *sample, int n)
 {
     double sorted[MAX_TURNS];
     memcpy(sorted, sample, (size_t)n * sizeof *sorted);
-    return (struct spread){quantile(sorted, n, 0.1), quantile(sorted, n, 0.5), quantile(sorted, n, 0.9)};
+    return (struct spread){quantile(sorted, n, 0.1), quantile(sorted, n, 0.5),
+                           quantile(sorted, n, 0.9)};
 }
 
 /* The median of a / b over the turns. */

@@ -1,13 +1,15 @@
 /* SPDX-License-Identifier: MIT */
 /* workload.h: a decode step to be timed, and what it is timed beside.
  *
- * roof: loads every byte of K and V that the step needs once, in the same order, the next block prefetched.
- * read: the same, each line prefetched three times, from four blocks, two and one before: busy memory drops prefetches, and
- * no loop was found that reads faster.
+ * roof: loads every byte of K and V that the step needs once, in the same order, the next block
+ * prefetched.
+ * read: the same, each line prefetched three times, from four blocks, two and one before: busy
+ * memory drops prefetches, and no loop was found that reads faster.
  * plain: what a careful user writes without a library: gather the sequence, two loops and expf.
  *
- * The pool has as many layers as make it four times the last-level cache, and every call takes the next one, so K and V
- * come from memory; a `cached` workload has one layer. Blocks lie in no order. */
+ * The pool has as many layers as make it four times the last-level cache, and every call takes the
+ * next one, so K and V come from memory; a `cached` workload has one layer. Blocks lie in no
+ * order. */
 #ifndef TL_BENCH_WORKLOAD_H
 #define TL_BENCH_WORKLOAD_H
 
@@ -42,7 +44,8 @@ static inline int64_t first_seen(const struct workload *w, int64_t seq)
     return w->s.window > 0 && w->s.window < n ? n - w->s.window : 0;
 }
 
-/* Takes blocks in no order: table entries are all different, but for a window, behind which those it shows come again. */
+/* Takes blocks in no order: table entries are all different, but for a window, behind which those
+ * it shows come again. */
 static inline void fill_tables(struct workload *w, uint32_t n_blocks)
 {
     uint32_t *ids = must(malloc(n_blocks * sizeof *ids));
@@ -83,7 +86,8 @@ static inline void count_work(struct workload *w)
 }
 
 /* `lens`: of the B sequences, at most ctx; NULL: all are ctx. */
-static inline void set_up(struct workload *w, struct shape s, const int32_t *lens, bool cached, tl_pool *tp)
+static inline void set_up(struct workload *w, struct shape s, const int32_t *lens, bool cached,
+                          tl_pool *tp)
 {
     *w = (struct workload){.s = s, .tp = tp, .max_blocks = (int32_t)((s.ctx + s.b - 1) / s.b)};
     w->ctx_lens = must(malloc((size_t)s.B * sizeof *w->ctx_lens));
@@ -91,10 +95,13 @@ static inline void set_up(struct workload *w, struct shape s, const int32_t *len
         w->ctx_lens[i] = lens ? lens[i] : (int32_t)s.ctx;
     count_work(w);
     const long cache = sysconf(_SC_LEVEL3_CACHE_SIZE);
-    w->n_layers = cached ? 1 : (uint32_t)(4.0 * (double)(cache > 0 ? cache : 32 << 20) / w->bytes) + 1;
+    w->n_layers =
+        cached ? 1 : (uint32_t)(4.0 * (double)(cache > 0 ? cache : 32 << 20) / w->bytes) + 1;
     const int64_t in_window = s.window / s.b + 1;
-    const uint32_t n_blocks = (uint32_t)(s.B * (s.window > 0 && in_window < w->max_blocks ? in_window : w->max_blocks));
-    const tl_kv_cfg cfg = {n_blocks, (uint32_t)s.b, w->n_layers, (uint32_t)s.Hkv, (uint32_t)s.D, TL_F16, TL_KV_FORMAT_V1};
+    const uint32_t n_blocks =
+        (uint32_t)(s.B * (s.window > 0 && in_window < w->max_blocks ? in_window : w->max_blocks));
+    const tl_kv_cfg cfg = {n_blocks,      (uint32_t)s.b, w->n_layers,    (uint32_t)s.Hkv,
+                           (uint32_t)s.D, TL_F16,        TL_KV_FORMAT_V1};
     if (tl_kv_pool_create(&cfg, &w->kv) != TL_OK) {
         fprintf(stderr, "bench: %s\n", tl_last_error());
         exit(2);
@@ -126,7 +133,9 @@ static _Atomic uint64_t keep; /* so that the loads of the roof are not removed *
 #endif
 
 /* `next`: n_next slabs whose lines are prefetched beside those of p. */
-WIDE_LOADS static inline __attribute__((always_inline)) void read_slab(const char *p, const char *const *next, int n_next, size_t bytes,
+WIDE_LOADS static inline __attribute__((always_inline)) void read_slab(const char *p,
+                                                                       const char *const *next,
+                                                                       int n_next, size_t bytes,
                                                                        uint64_t *sum)
 {
     typedef uint64_t vec __attribute__((vector_size(32), aligned(2), may_alias));
@@ -145,26 +154,34 @@ WIDE_LOADS static inline __attribute__((always_inline)) void read_slab(const cha
         *sum ^= s[k];
 }
 
-static inline const char *slots(const struct workload *w, uint32_t block, int is_v, int64_t head, int64_t slot)
+static inline const char *slots(const struct workload *w, uint32_t block, int is_v, int64_t head,
+                                int64_t slot)
 {
-    return (const char *)tl_kv_block_ptr(w->kv, block, w->layer, is_v) + (head * w->s.b + slot) * w->s.D * 2;
+    return (const char *)tl_kv_block_ptr(w->kv, block, w->layer, is_v) +
+           (head * w->s.b + slot) * w->s.D * 2;
 }
 
-WIDE_LOADS static inline __attribute__((always_inline)) void read_units(const struct workload *w, int64_t lo, int64_t hi, int n_next,
+WIDE_LOADS static inline __attribute__((always_inline)) void read_units(const struct workload *w,
+                                                                        int64_t lo, int64_t hi,
+                                                                        int n_next,
                                                                         const int64_t *distance)
 {
     const int64_t b = w->s.b;
     uint64_t sum = 0;
     for (int64_t unit = lo; unit < hi; unit++) {
-        const int64_t seq = unit / w->s.Hkv, head = unit % w->s.Hkv, n = w->ctx_lens[seq], first = first_seen(w, seq), last = (n - 1) / b;
+        const int64_t seq = unit / w->s.Hkv, head = unit % w->s.Hkv, n = w->ctx_lens[seq],
+                      first = first_seen(w, seq), last = (n - 1) / b;
         const uint32_t *table = w->tables + seq * w->max_blocks;
         for (int64_t i = first / b; i <= last; i++) {
-            const int64_t from = first > i * b ? first - i * b : 0, to = n < (i + 1) * b ? n - i * b : b;
+            const int64_t from = first > i * b ? first - i * b : 0,
+                          to = n < (i + 1) * b ? n - i * b : b;
             for (int is_v = 0; is_v < 2; is_v++) {
                 const char *next[3];
                 for (int k = 0; k < n_next; k++)
-                    next[k] = slots(w, table[i + distance[k] < last ? i + distance[k] : last], is_v, head, from);
-                read_slab(slots(w, table[i], is_v, head, from), next, n_next, (size_t)((to - from) * w->s.D) * 2, &sum);
+                    next[k] = slots(w, table[i + distance[k] < last ? i + distance[k] : last], is_v,
+                                    head, from);
+                read_slab(slots(w, table[i], is_v, head, from), next, n_next,
+                          (size_t)((to - from) * w->s.D) * 2, &sum);
             }
         }
     }
@@ -184,7 +201,8 @@ WIDE_LOADS static inline void fastest_units(void *ctx, int64_t lo, int64_t hi, i
 }
 
 /* One row of plain attention over n gathered keys and values. */
-static inline void plain_row(const float *q, const float *k, const float *v, float *p, float *out, int64_t n, int64_t D)
+static inline void plain_row(const float *q, const float *k, const float *v, float *p, float *out,
+                             int64_t n, int64_t D)
 {
     float max = -INFINITY, sum = 0;
     for (int64_t j = 0; j < n; j++) {
@@ -210,14 +228,18 @@ static inline void plain_units(void *ctx, int64_t lo, int64_t hi, int worker)
     (void)worker;
     const struct workload *w = ctx;
     const int64_t D = w->s.D, b = w->s.b, group = w->s.H / w->s.Hkv;
-    float *k = must(malloc((size_t)(2 * w->s.ctx * D + w->s.ctx) * sizeof *k)), *v = k + w->s.ctx * D, *p = v + w->s.ctx * D;
+    float *k = must(malloc((size_t)(2 * w->s.ctx * D + w->s.ctx) * sizeof *k)),
+          *v = k + w->s.ctx * D, *p = v + w->s.ctx * D;
     for (int64_t unit = lo; unit < hi; unit++) {
-        const int64_t seq = unit / w->s.Hkv, head = unit % w->s.Hkv, first = first_seen(w, seq), n = w->ctx_lens[seq] - first;
+        const int64_t seq = unit / w->s.Hkv, head = unit % w->s.Hkv, first = first_seen(w, seq),
+                      n = w->ctx_lens[seq] - first;
         const uint32_t *table = w->tables + seq * w->max_blocks;
         for (int64_t j = 0; j < n; j++) {
             const uint32_t block = table[(first + j) / b];
-            tl_f16_to_f32_n((const uint16_t *)slots(w, block, 0, head, (first + j) % b), k + j * D, D);
-            tl_f16_to_f32_n((const uint16_t *)slots(w, block, 1, head, (first + j) % b), v + j * D, D);
+            tl_f16_to_f32_n((const uint16_t *)slots(w, block, 0, head, (first + j) % b), k + j * D,
+                            D);
+            tl_f16_to_f32_n((const uint16_t *)slots(w, block, 1, head, (first + j) % b), v + j * D,
+                            D);
         }
         for (int64_t g = 0; g < group; g++) {
             const int64_t at = (seq * w->s.H + head * group + g) * D;
@@ -255,7 +277,8 @@ static inline void run_plain(void *workload)
 
 static inline tl_status decode(struct workload *w)
 {
-    return tl_paged_attn_decode_f32(w->q, w->kv, w->layer, w->tables, w->max_blocks, w->ctx_lens, w->out, w->s.B, w->s.H, w->s.Hkv, w->s.D,
+    return tl_paged_attn_decode_f32(w->q, w->kv, w->layer, w->tables, w->max_blocks, w->ctx_lens,
+                                    w->out, w->s.B, w->s.H, w->s.Hkv, w->s.D,
                                     1 / sqrtf((float)w->s.D), w->s.window, w->tp);
 }
 
@@ -273,15 +296,18 @@ static inline void run_decode(void *workload)
 
 static inline void refuse(const char *a, const char *b, int64_t at, float x, float y)
 {
-    fprintf(stderr, "bench: %s and %s differ at %lld: %g, %g\n", a, b, (long long)at, (double)x, (double)y);
+    fprintf(stderr, "bench: %s and %s differ at %lld: %g, %g\n", a, b, (long long)at, (double)x,
+            (double)y);
     exit(1);
 }
 
-/* Every instruction set of `isas` has the same bits, on the workload's threads, and they are near the plain loop. */
+/* Every instruction set of `isas` has the same bits, on the workload's threads, and they are near
+ * the plain loop. */
 static inline void check_outputs(struct workload *w, const char *const *isas, int n_isas)
 {
     const int64_t count = w->s.B * w->s.H * w->s.D;
-    float *plain = must(malloc((size_t)count * sizeof *plain)), *first = must(malloc((size_t)count * sizeof *first));
+    float *plain = must(malloc((size_t)count * sizeof *plain)),
+          *first = must(malloc((size_t)count * sizeof *first));
     plain_units(w, 0, w->s.B * w->s.Hkv, 0);
     memcpy(plain, w->out, (size_t)count * sizeof *plain);
     for (int i = 0; i < n_isas; i++) {

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""Draws docs/timeline.svg: one call on two threads, the fastest of two hundred, so that what else the machine
-does is not the subject.
+"""Draws docs/timeline.svg: one call on two threads, the fastest of two hundred, so that what else
+the machine does is not the subject.
 
     PYTHONPATH=python python3 docs/timeline.py docs/timeline.svg
 """
@@ -38,7 +38,9 @@ def main(path: str) -> None:
         starts = np.cumsum([0, *rows.values()])
         with tinyllm.timeline() as t:
             for _ in range(200):
-                tinyllm.paged_attention(q, cache.view(0), tables, lengths, cu_seqlens_q=starts, threads=2)
+                tinyllm.paged_attention(
+                    q, cache.view(0), tables, lengths, cu_seqlens_q=starts, threads=2
+                )
     fastest = min(range(len(t.calls)), key=lambda i: t.calls[i].end_ns - t.calls[i].begin_ns)
     Path(path).write_text(t.svg(fastest), encoding="utf-8")
     print(t.text(fastest, width=64))

@@ -17,11 +17,13 @@ int main(void)
 
     if (tl_kv_pool_create(&cfg, &kv) || tl_kv_alloc(kv, 4, ids) ||
         tl_kv_append_f32(kv, 0, block_table, 2, 0, 3, k, v, 6, 2) ||
-        tl_paged_attn_decode_f32(q, kv, 0, block_table, 2, &ctx_len, out, 1, 1, 1, 2, 1.0f, 0, NULL)) {
+        tl_paged_attn_decode_f32(q, kv, 0, block_table, 2, &ctx_len, out, 1, 1, 1, 2, 1.0f, 0,
+                                 NULL)) {
         fprintf(stderr, "%s\n", tl_last_error());
         return 1;
     }
-    printf("[%.4f, %.4f]\n", (double)out[0], (double)out[1]); /* keys 0 and 2 weigh the same: [3, 4] */
+    /* keys 0 and 2 weigh the same: [3, 4] */
+    printf("[%.4f, %.4f]\n", (double)out[0], (double)out[1]);
     tl_kv_pool_destroy(kv);
     return 0;
 }

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* 04_merge_across_processes.c: one long sequence, its K and V in two processes; their states are merged to the bits of one call.
+/* 04_merge_across_processes.c: one long sequence, its K and V in two processes; their states are
+ * merged to the bits of one call.
  * cc 04_merge_across_processes.c -ltinyllm && ./a.out */
 #include <stdint.h>
 #include <stdio.h>
@@ -10,8 +11,16 @@
 #include <tinyllm.h>
 #include <unistd.h>
 
-enum { LENGTH = 3000, SLOTS = 16, BLOCKS = (LENGTH + SLOTS - 1) / SLOTS, HEADS = 2, WIDTH = 32, SPLITS = 3 };
-enum { STATE = 2 + WIDTH }; /* floats: the largest score, the sum of exponentials, the weighted values */
+enum {
+    LENGTH = 3000,
+    SLOTS = 16,
+    BLOCKS = (LENGTH + SLOTS - 1) / SLOTS,
+    HEADS = 2,
+    WIDTH = 32,
+    SPLITS = 3
+};
+/* floats: the largest score, the sum of exponentials, the weighted values */
+enum { STATE = 2 + WIDTH };
 
 typedef struct {
     float k[BLOCKS][SLOTS][WIDTH], v[BLOCKS][SLOTS][WIDTH]; /* one KV head */
@@ -43,8 +52,14 @@ static void store(memory *m, int first, int last)
 
 static void view_of(const memory *m, tl_kv_view *view)
 {
-    *view = (tl_kv_view){.k = m->k, .v = m->v, .dtype = TL_F32, .n_blocks = BLOCKS, .block_tokens = SLOTS, .n_kv_heads = 1,
-                         .head_dim_k = WIDTH, .head_dim_v = WIDTH};
+    *view = (tl_kv_view){.k = m->k,
+                         .v = m->v,
+                         .dtype = TL_F32,
+                         .n_blocks = BLOCKS,
+                         .block_tokens = SLOTS,
+                         .n_kv_heads = 1,
+                         .head_dim_k = WIDTH,
+                         .head_dim_v = WIDTH};
     view->k_block_stride = view->v_block_stride = SLOTS * WIDTH;
     view->k_head_stride = view->v_head_stride = SLOTS * WIDTH;
     view->k_token_stride = view->v_token_stride = WIDTH;
@@ -57,17 +72,25 @@ int main(void)
     const int32_t length = LENGTH;
     uint32_t table[BLOCKS];
     tl_kv_view view;
-    float *states = mmap(NULL, sizeof(float[SPLITS][HEADS][STATE]), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    float *states = mmap(NULL, sizeof(float[SPLITS][HEADS][STATE]), PROT_READ | PROT_WRITE,
+                         MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (states == MAP_FAILED)
         return 1;
-    float *first = states, *rest = states + HEADS * STATE; /* [HEADS, 1, STATE] and [HEADS, 2, STATE] */
+    /* [HEADS, 1, STATE] and [HEADS, 2, STATE] */
+    float *first = states, *rest = states + HEADS * STATE;
 
     for (uint32_t i = 0; i < BLOCKS; i++)
         table[i] = i;
     for (uint32_t d = 0; d < HEADS * WIDTH; d++)
         q[d / WIDTH][d % WIDTH] = value(UINT32_MAX - d);
     view_of(&here, &view);
-    tl_paged_attn_args args = {.size = sizeof args, .view = &view, .q = q[0], .out = whole[0], .B = 1, .H = HEADS, .scale = 0.25f};
+    tl_paged_attn_args args = {.size = sizeof args,
+                               .view = &view,
+                               .q = q[0],
+                               .out = whole[0],
+                               .B = 1,
+                               .H = HEADS,
+                               .scale = 0.25f};
     args.q_token_stride = args.out_token_stride = HEADS * WIDTH;
     args.q_head_stride = args.out_head_stride = WIDTH;
     args.ctx_lens = &length;

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""11_first_decode.py: K and V go into a cache, a sequence is forked, and both are decoded in one call.
+"""11_first_decode.py: K and V go into a cache, a sequence is forked, and both are decoded in one
+call.
 Keys are 0 here, so that a row of the result is the mean of the values it sees. Run it with python."""
 
 import numpy as np

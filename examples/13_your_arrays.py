@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""13_your_arrays.py: attention over an engine's own arrays, written through its slot mapping, read in place.
+"""13_your_arrays.py: attention over an engine's own arrays, written through its slot mapping, read
+in place.
 Anything that numpy reads by DLPack or the buffer protocol will do. Run it with python."""
 
 import numpy as np
@@ -10,7 +11,9 @@ cache = np.zeros((2, BLOCKS, SLOTS, KV_HEADS, WIDTH), np.float16)  # all of K, t
 view = KVView.from_arrays(cache[0], cache[1], layout="NHD")
 
 rng = np.random.default_rng(1)
-tables = np.array([[7, 2, 9], [4, 11, 0]])  # the engine's block tables: sequences of 40 and of 19 positions
+tables = np.array(
+    [[7, 2, 9], [4, 11, 0]]
+)  # the engine's block tables: sequences of 40 and of 19 positions
 lengths = [40, 19]
 
 for table, length in zip(tables, lengths, strict=True):
@@ -23,7 +26,12 @@ q = rng.standard_normal((2, HEADS, WIDTH), np.float32)
 out, lse = paged_attention(q, view, tables, lengths, window=32, return_lse=True)
 
 for s, length in enumerate(lengths):  # the same from gathered copies, in float64
-    k, v = (side[tables[s]].reshape(-1, KV_HEADS, WIDTH)[:length].transpose(1, 0, 2)[None] for side in cache)
+    k, v = (
+        side[tables[s]].reshape(-1, KV_HEADS, WIDTH)[:length].transpose(1, 0, 2)[None]
+        for side in cache
+    )
     expected, _ = windowed_attention(q[s][None, :, None], k, v, window=32, q_offset=length - 1)
-    print(f"sequence {s}: off by {np.abs(out[s] - expected[0, :, 0]).max():.0e} from float64 at most")
+    print(
+        f"sequence {s}: off by {np.abs(out[s] - expected[0, :, 0]).max():.0e} from float64 at most"
+    )
 print(f"{np.count_nonzero(cache) // (2 * KV_HEADS * WIDTH)} slots written, none copied to be read")

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""14_same_bits.py: one row, alone, in batches, on threads, in other blocks, on every instruction set.
+"""14_same_bits.py: one row, alone, in batches, on threads, in other blocks, on every instruction
+set.
 Each line ends in a digest of its bits: all are equal. Run it with python."""
 
 import hashlib
@@ -18,14 +19,18 @@ others = rng.standard_normal((7, 2, 2, 300, 64), np.float32)
 q = rng.standard_normal((8, 8, 64), np.float32)
 
 
-def row(batch: int = 1, threads: "int | ThreadPool" = 1, block_size: int = 16, window: int = 0) -> str:
+def row(
+    batch: int = 1, threads: "int | ThreadPool" = 1, block_size: int = 16, window: int = 0
+) -> str:
     """A digest of the row of sequence 0, computed beside ``batch - 1`` other sequences."""
     with PagedKVCache(None, num_blocks=5000, block_size=block_size, **SHAPE) as cache:
         for s in range(batch):
             cache.add_seq(s)
             cache.append(s, 0, *((k, v) if s == 0 else others[s - 1]))
         order = [*range(1, batch), 0]  # sequence 0 comes last
-        out = paged_attention_decode(q[order], cache, order, layer=0, threads=threads, window=window)
+        out = paged_attention_decode(
+            q[order], cache, order, layer=0, threads=threads, window=window
+        )
     return hashlib.sha256(out[-1].tobytes()).hexdigest()[:16]
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""15_prefix_cache.py: blocks are found again by the tokens they hold; a prompt computes what is new to it.
+"""15_prefix_cache.py: blocks are found again by the tokens they hold; a prompt computes what is new
+to it.
 The engine keeps block tables, the library an index; all by functions of the headers. Run it with python."""
 
 import numpy as np
@@ -33,7 +34,9 @@ def prefill(lib, pool: int, tokens: list[int]) -> np.ndarray:
     names, parent = [], 0
     for i in range(n_full):
         chunk = np.array(tokens[i * BLOCK : (i + 1) * BLOCK], np.uint32)
-        parent = lib.tl_kv_block_hash(parent, u32_ptr(chunk), BLOCK)  # names the whole prefix up to here
+        parent = lib.tl_kv_block_hash(
+            parent, u32_ptr(chunk), BLOCK
+        )  # names the whole prefix up to here
         names.append(parent)
     table = np.empty(n_blocks, np.uint32)
     known = 0

@@ -1,19 +1,27 @@
 # SPDX-License-Identifier: MIT
-"""21_serve_transformers.py: continuous batching of many prompts through an unmodified transformers model.
+"""21_serve_transformers.py: continuous batching of many prompts through an unmodified transformers
+model.
 Needs pip install 'libtinyllm[hf]'; --smollm2 takes a real model (93 MB, once). Run it with python."""
 
 import argparse
 
 import torch
-from tinyllm.hf import CACHE_KEYWORD, PagedCache, forward_packed, make_batch_invariant, new_kv, register
+from tinyllm.hf import (
+    CACHE_KEYWORD,
+    PagedCache,
+    forward_packed,
+    make_batch_invariant,
+    new_kv,
+    register,
+)
 from transformers import LlamaConfig, LlamaForCausalLM
 
 
 def serve(
     model, prompts: "list[list[int]]", n_new: int, budget: int = 32, end: int = -1
 ) -> "list[list[int]]":
-    """Greedy answers of up to ``n_new`` tokens. A step is one forward of at most ``budget`` tokens: whoever
-    writes brings one, and what is left goes to prompts, in chunks."""
+    """Greedy answers of up to ``n_new`` tokens. A step is one forward of at most ``budget`` tokens:
+    whoever writes brings one, and what is left goes to prompts, in chunks."""
     todo = {i: list(prompt) for i, prompt in enumerate(prompts)}
     answers: list[list[int]] = [[] for _ in prompts]
     blocks = sum(-(-(len(prompt) + n_new) // 16) for prompt in prompts)
@@ -59,16 +67,22 @@ def smollm2() -> "tuple[LlamaForCausalLM, list[list[int]], object]":
     questions = ["What is the capital of France?", "Name three colours.", "What is two plus two?"]
     with GGUF(model_path(say=print)) as file:
         words = BpeTokenizer(file)
-        texts = [words.turn("user", question) + words.opening("assistant") for question in questions]
+        texts = [
+            words.turn("user", question) + words.opening("assistant") for question in questions
+        ]
         return torch_model(file, "tinyllm"), [words.encode(text) for text in texts], words
 
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("--smollm2", action="store_true", help="a real model instead of a random one")
+    arguments.add_argument(
+        "--smollm2", action="store_true", help="a real model instead of a random one"
+    )
     register()
     model, prompts, words = smollm2() if arguments.parse_args().smollm2 else random_model()
-    make_batch_invariant(model)  # so that the tokens below are the same by construction, not by luck
+    make_batch_invariant(
+        model
+    )  # so that the tokens below are the same by construction, not by luck
     end = words.end if words else -1
     answers = serve(model, prompts, n_new=24, end=end)
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -79,7 +93,11 @@ def main() -> None:
                 **{CACHE_KEYWORD: cache},
             )  # fmt: skip
         same = alone[0, len(prompt) :].tolist() == answer
-        text = words.decode(answer).replace("\n", " ") if words else " ".join(map(str, answer[:8])) + " ..."
+        text = (
+            words.decode(answer).replace("\n", " ")
+            if words
+            else " ".join(map(str, answer[:8])) + " ..."
+        )
         verdict = "equal to generate()" if same else "OTHER THAN generate()"
         print(f"{len(prompt):2d} + {len(answer):2d} tokens, {verdict}: {text}")
 

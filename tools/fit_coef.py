@@ -3,16 +3,16 @@
 
     python3 tools/fit_coef.py > c/src/numerics/coef.h
 
-Needs numpy and mpmath. A fit is minimax: Lawson's reweighted least squares on a dense grid, against targets
-computed in 100 bits. Coefficients are rounded to f32 one at a time, lowest power first, and the rest fitted
-anew around them, so that the others make good what one loses.
+Needs numpy and mpmath. A fit is minimax: Lawson's reweighted least squares on a dense grid, against
+targets computed in 100 bits. Coefficients are rounded to f32 one at a time, lowest power first, and
+the rest fitted anew around them, so that the others make good what one loses.
 
-exp has one hard case: e^10 lies 0.013 ulp off the middle between two floats, and the roundings before the
-last push the plain minimax polynomial's result across. So the fit asks for an error of EXP_BIAS ulp at
-r = 10 - 14 ln 2 and spreads the cost over the interval. EXP_BIAS, EXP_WEIGHT (how much more an error below
-r = 0 weighs, where the other roundings already cost most) and EXP_NUDGE (C2 moved by so many of its ulp
-before the rest is fitted) come from a small search for the least error over every float with e, 1/e and e^10
-correctly rounded. The worst inputs named in the header are what tests/L9.4/sweep_expf.c finds."""
+exp has one hard case: e^10 lies 0.013 ulp off the middle between two floats, and the roundings
+before the last push the plain minimax polynomial's result across. So the fit asks for an error of
+EXP_BIAS ulp at r = 10 - 14 ln 2 and spreads the cost over the interval. EXP_BIAS, EXP_WEIGHT (how
+much more an error below r = 0 weighs, where the other roundings already cost most) and EXP_NUDGE
+(C2 moved by so many of its ulp before the rest is fitted) come from a small search for the least
+error over every float with e, 1/e and e^10 correctly rounded. The worst inputs named in the header are what tests/L9.4/numerics/sweep_expf.c finds."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ def values(f: Callable[[mpf], mpf], x: Array) -> Array:
 
 
 def polynomial(c: Sequence[float], x: Array | float) -> Array:
-    return np.asarray(np.polynomial.polynomial.polyval(x, np.array([*c, 0.0])))  # the 0: c may be empty
+    return np.asarray(
+        np.polynomial.polynomial.polyval(x, np.array([*c, 0.0]))
+    )  # the 0: c may be empty
 
 
 def minimax(basis: Array, target: Array, weight: Array) -> Array:
@@ -60,8 +62,14 @@ def minimax(basis: Array, target: Array, weight: Array) -> Array:
     return np.asarray(c / scale)
 
 
-def next_coefficient(fixed: Sequence[float], n: int, x: Array, target: Array, weight: Array,
-                     through: tuple[float, float] | None) -> float:
+def next_coefficient(
+    fixed: Sequence[float],
+    n: int,
+    x: Array,
+    target: Array,
+    weight: Array,
+    through: tuple[float, float] | None,
+) -> float:
     """The first free coefficient of the best polynomial of n that begins with `fixed`, through a point."""
     k = len(fixed)
     rest, basis = target - polynomial(fixed, x), x[:, None] ** np.arange(k, n)
@@ -76,8 +84,14 @@ def next_coefficient(fixed: Sequence[float], n: int, x: Array, target: Array, we
     return first - float(powers @ c)
 
 
-def fit(n: int, x: Array, target: Array, weight: Array, through: tuple[float, float] | None = None,
-        nudge: int = 0) -> tuple[list[float], float]:
+def fit(
+    n: int,
+    x: Array,
+    target: Array,
+    weight: Array,
+    through: tuple[float, float] | None = None,
+    nudge: int = 0,
+) -> tuple[list[float], float]:
     """n coefficients, each an f32, and the largest weighted error."""
     fixed: list[float] = []
     for k in range(n):
@@ -90,6 +104,7 @@ def fit(n: int, x: Array, target: Array, weight: Array, through: tuple[float, fl
 
 def fit_exp() -> tuple[list[float], float]:
     """Q of e^r = 1 + r + r^2 Q(r) on |r| <= ln 2 / 2 and a little more; the error in ulp of the result."""
+
     def q(r: mpf) -> mpf:
         return (exp(r) - 1 - r) / r**2
 
@@ -105,7 +120,9 @@ def fit_exp() -> tuple[list[float], float]:
 def fit_log() -> tuple[list[float], float]:
     """P of log(1 + g) = g + g^2 P(g), 1 + g in [sqrt(1/2), sqrt(2)]; the relative error in 2^-24."""
     x = nodes(np.sqrt(0.5) - 1, np.sqrt(2.0) - 1, 1201, 2e-3)
-    return fit(9, x, values(lambda g: (log(1 + g) - g) / g**2, x), x * x / np.abs(np.log1p(x)) * 2.0**24)
+    return fit(
+        9, x, values(lambda g: (log(1 + g) - g) / g**2, x), x * x / np.abs(np.log1p(x)) * 2.0**24
+    )
 
 
 def fit_tanh() -> tuple[list[float], float]:
@@ -205,11 +222,20 @@ def main() -> None:
     log_c, log_error = fit_log()
     tanh_c, tanh_error = fit_tanh()
     hi, lo = split_ln2()
-    fields = {"log2e": c_float(float(1 / log(mpf(2)))), "hi": c_float(hi), "lo": c_float(lo),
-              "exp_c": defines("EXP", exp_c), "exp_error": f"{exp_error:.2f}",
-              "log_c": defines("LOG", log_c), "log_error": f"{log_error:.2f}",
-              "tanh_small": c_float(TANH_SMALL), "tanh_error": f"{tanh_error:.2f}",
-              "tanh_c": "\n".join(f"#define TANH_C{k} {c_float(v)}" for k, v in enumerate(reversed(tanh_c)))}
+    fields = {
+        "log2e": c_float(float(1 / log(mpf(2)))),
+        "hi": c_float(hi),
+        "lo": c_float(lo),
+        "exp_c": defines("EXP", exp_c),
+        "exp_error": f"{exp_error:.2f}",
+        "log_c": defines("LOG", log_c),
+        "log_error": f"{log_error:.2f}",
+        "tanh_small": c_float(TANH_SMALL),
+        "tanh_error": f"{tanh_error:.2f}",
+        "tanh_c": "\n".join(
+            f"#define TANH_C{k} {c_float(v)}" for k, v in enumerate(reversed(tanh_c))
+        ),
+    }
     text = HEADER
     for name, value in fields.items():
         text = text.replace(f"<{name}>", value)

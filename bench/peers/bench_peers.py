@@ -3,20 +3,21 @@
 
     bench_peers.py [--quick] [--threads 1,2] [--shapes SHAPE ...] [--only PEER ...] [--json FILE]
 
-All compute the same thing from the same K and V values (``inputs.py``), each in its own layout: paged, with
-the blocks in random order, where it pages, contiguous where it does not. There are as many copies as make
-four times the last-level cache, and every call takes the next, so K and V come from memory. Each result is
-compared with float64 on the data that is timed, before it is timed.
+All compute the same thing from the same K and V values (``inputs.py``), each in its own layout:
+paged, with the blocks in random order, where it pages, contiguous where it does not. There are as
+many copies as make four times the last-level cache, and every call takes the next, so K and V come
+from memory. Each result is compared with float64 on the data that is timed, before it is timed.
 
-For each number of threads there is one process, pinned to as many CPUs; in it the library and each peer take
-turns in short batches (``timing.py`` says how they are kept from disturbing each other). The library is
-called through ctypes with arguments prepared beforehand, the peers through their own bindings likewise. A
-ratio is the median over pairs of neighbouring batches, so it may differ a little from the quotient of the two
-medians. Repetitions that other processes kept from a CPU for more than 5% of their time are dropped; on two
-threads so are pairs of batches around which two threads had not 1.4 times the speed of one.
+For each number of threads there is one process, pinned to as many CPUs; in it the library and each
+peer take turns in short batches (``timing.py`` says how they are kept from disturbing each other).
+The library is called through ctypes with arguments prepared beforehand, the peers through their own
+bindings likewise. A ratio is the median over pairs of neighbouring batches, so it may differ a
+little from the quotient of the two medians. Repetitions that other processes kept from a CPU for
+more than 5% of their time are dropped; on two threads so are pairs of batches around which two
+threads had not 1.4 times the speed of one.
 
-What cannot be installed, loaded or run, or is wrong, is named with the reason, and the rest goes on: a peer
-that takes the process down is left out when it is started again.
+What cannot be installed, loaded or run, or is wrong, is named with the reason, and the rest goes
+on: a peer that takes the process down is left out when it is started again.
 """
 
 from __future__ import annotations
@@ -157,14 +158,26 @@ def time_shape(
     tell(doing="the turns", shape=str(shape))
     seconds, most = (2.0, 5) if args.quick else (10.0, 25)
     pairs = take_turns(
-        turns[ours], [t for k, t in turns.items() if k != ours], threads, seconds, most, args.patience
+        turns[ours],
+        [t for k, t in turns.items() if k != ours],
+        threads,
+        seconds,
+        most,
+        args.patience,
     )
     rows = {}
     for key, turn in turns.items():
         run, error = runs[key]
-        rows[key] = {"error": error, "note": run.note, "us": [round(s * 1e6, 2) for s in turn.seconds]}
+        rows[key] = {
+            "error": error,
+            "note": run.note,
+            "us": [round(s * 1e6, 2) for s in turn.seconds],
+        }
     for pair in pairs:
-        rows[pair.peer.name] |= {"ratios": [round(r, 4) for r in pair.ratios], "dropped": pair.dropped}
+        rows[pair.peer.name] |= {
+            "ratios": [round(r, 4) for r in pair.ratios],
+            "dropped": pair.dropped,
+        }
     return {"rows": rows, "copies": inputs.copies, "huge": huge_page_bytes()}
 
 
@@ -207,7 +220,9 @@ def idlest_cpus(seconds: float = 0.5) -> list[int]:
 
     def idle_ticks() -> dict[int, int]:
         rows = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
-        return {int(row[0][3:]): int(row[4]) for row in rows if row[0][:3] == "cpu" and row[0] != "cpu"}
+        return {
+            int(row[0][3:]): int(row[4]) for row in rows if row[0][:3] == "cpu" and row[0] != "cpu"
+        }
 
     before = idle_ticks()
     time.sleep(seconds)
@@ -285,13 +300,19 @@ class Report:
         median = quantile(us, 0.5)
         work, unit = (shape.flops, "GFLOP/s") if shape.prefill else (shape.kv_bytes, "GB/s")
         rate = f"{work / median / 1e3:.1f} {unit}"
-        cells = [str(shape), f"{ms(median)} ({ms(quantile(us, 0.1))}-{ms(quantile(us, 0.9))})", rate]
+        cells = [
+            str(shape),
+            f"{ms(median)} ({ms(quantile(us, 0.1))}-{ms(quantile(us, 0.9))})",
+            rate,
+        ]
         for key in peers:
             if key in timed:
                 text = f"{ms(quantile(timed[key]['us'], 0.5))} x{quantile(timed[key]['ratios'], 0.5):.2f}"
                 cells.append(f"**{text}**" if key == fastest else text)
             else:
-                cells.append("disturbed" if key in rows else "failed" if key in said["failed"] else "")
+                cells.append(
+                    "disturbed" if key in rows else "failed" if key in said["failed"] else ""
+                )
         print("| " + " | ".join(cells) + " |", flush=True)
 
     def ending(self) -> None:
@@ -322,22 +343,42 @@ def ms(microseconds: float) -> str:
 
 def machine() -> Iterator[tuple[str, str]]:
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    model = [line.split(":")[1].strip() for line in info.splitlines() if line.startswith("model name")]
+    model = [
+        line.split(":")[1].strip() for line in info.splitlines() if line.startswith("model name")
+    ]
     thp = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    yield "CPU", f"{model[0] if model else platform.machine()}, {len(os.sched_getaffinity(0))} CPUs usable"
+    yield (
+        "CPU",
+        f"{model[0] if model else platform.machine()}, {len(os.sched_getaffinity(0))} CPUs usable",
+    )
     yield "huge pages", thp.read_text().strip() if thp.exists() else "unknown"
-    yield "system", f"{platform.platform()}, Python {platform.python_version()}, numpy {np.__version__}"
+    yield (
+        "system",
+        f"{platform.platform()}, Python {platform.python_version()}, numpy {np.__version__}",
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="libtinyllm beside other CPU attention implementations")
-    parser.add_argument("--quick", action="store_true", help="four shapes, fewer repetitions, one thread")
+    parser = argparse.ArgumentParser(
+        description="libtinyllm beside other CPU attention implementations"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="four shapes, fewer repetitions, one thread"
+    )
     parser.add_argument("--threads", help="counts, such as 1,2 (the default)")
-    parser.add_argument("--shapes", nargs="+", help="B,ctx,H,Hkv,D or prefill,T,H,Hkv,D; default: nine")
-    parser.add_argument("--only", nargs="+", metavar="PEER", help=f"of {', '.join(PEERS)}; or a first word")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="every repetition, for other programs")
+    parser.add_argument(
+        "--shapes", nargs="+", help="B,ctx,H,Hkv,D or prefill,T,H,Hkv,D; default: nine"
+    )
+    parser.add_argument(
+        "--only", nargs="+", metavar="PEER", help=f"of {', '.join(PEERS)}; or a first word"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="every repetition, for other programs"
+    )
     parser.add_argument("--isa", help="sets TINYLLM_ISA; default: the best there is")
-    parser.add_argument("--huge-pages", action="store_true", help="let torch have huge pages as well")
+    parser.add_argument(
+        "--huge-pages", action="store_true", help="let torch have huge pages as well"
+    )
     parser.add_argument(
         "--patience", type=float, default=10, help="how much longer to wait for a quiet machine"
     )

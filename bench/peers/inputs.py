@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """What everybody computes: shapes, one set of values, and the float64 answer.
 
-K and V are drawn once as f16; each implementation writes them into its own layout, ``copies`` times over, so
-that a call after a call finds none of them in a cache.
+K and V are drawn once as f16; each implementation writes them into its own layout, ``copies`` times
+over, so that a call after a call finds none of them in a cache.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ F64 = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Shape:
-    """B sequences of ctx positions, H query heads on Hkv KV heads, D wide; rows queries a sequence: 1 in
-    decode, ctx (causal) in prefill."""
+    """B sequences of ctx positions, H query heads on Hkv KV heads, D wide; rows queries a sequence:
+    1 in decode, ctx (causal) in prefill."""
 
     B: int
     ctx: int
@@ -36,7 +36,9 @@ class Shape:
         """``B,ctx,H,Hkv,D`` or ``prefill,T,H,Hkv,D``."""
         first, *rest = text.split(",")
         ctx, H, Hkv, D = (int(x) for x in rest)
-        return cls(1, ctx, H, Hkv, D, ctx) if first == "prefill" else cls(int(first), ctx, H, Hkv, D)
+        return (
+            cls(1, ctx, H, Hkv, D, ctx) if first == "prefill" else cls(int(first), ctx, H, Hkv, D)
+        )
 
     @property
     def prefill(self) -> bool:
@@ -63,7 +65,11 @@ class Shape:
 
     def __str__(self) -> str:
         heads = f"H {self.H}/{self.Hkv}, D {self.D}"
-        return f"prefill {self.ctx}, {heads}" if self.prefill else f"B {self.B}, ctx {self.ctx}, {heads}"
+        return (
+            f"prefill {self.ctx}, {heads}"
+            if self.prefill
+            else f"B {self.B}, ctx {self.ctx}, {heads}"
+        )
 
 
 @dataclass
@@ -96,7 +102,9 @@ class Inputs:
     def answer(self, bf16: bool) -> F64:
         """[B,H,rows,D] in float64, from the values as they are stored: f16, or those rounded to bf16."""
         if bf16 not in self._answers:
-            stored = (to_bf16(x) if bf16 else x.astype(np.float32) for x in (self.q, self.k, self.v))
+            stored = (
+                to_bf16(x) if bf16 else x.astype(np.float32) for x in (self.q, self.k, self.v)
+            )
             self._answers[bf16] = attention_f64(self.shape, *stored)
         return self._answers[bf16]
 
@@ -129,12 +137,17 @@ def in_blocks(x: NDArray[Any], size: int) -> NDArray[Any]:
     n = -(-ctx // size)
     padded = np.zeros((B, Hkv, n * size, D), x.dtype)
     padded[:, :, :ctx] = x
-    blocks: NDArray[Any] = padded.reshape(B, Hkv, n, size, D).swapaxes(1, 2).reshape(B * n, Hkv, size, D)
+    blocks: NDArray[Any] = (
+        padded.reshape(B, Hkv, n, size, D).swapaxes(1, 2).reshape(B * n, Hkv, size, D)
+    )
     return blocks
 
 
 def last_level_cache() -> int:
     """Bytes; 32 MiB where the system does not say."""
     unit = {"K": 1 << 10, "M": 1 << 20}
-    sizes = [p.read_text().strip() for p in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    sizes = [
+        p.read_text().strip()
+        for p in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    ]
     return max((int(s[:-1]) * unit[s[-1]] for s in sizes if s and s[-1] in unit), default=32 << 20)

@@ -22,7 +22,9 @@ class Library:
 
     def __init__(self) -> None:
         self._lib = load()
-        self._raw = ctypes.CDLL(str(self._lib.path))  # the same library, without the checks of its wrapper
+        self._raw = ctypes.CDLL(
+            str(self._lib.path)
+        )  # the same library, without the checks of its wrapper
         self.version = f"{self._lib.tl_isa_name().decode()} kernels, blocks of {BLOCK}"
 
     def prepare(self, inputs: Inputs, threads: int) -> Run:
@@ -53,7 +55,16 @@ class Library:
         rows = [_at(tables), c_int32(n_table), _at(lengths), _at(out)]
         sizes = [c_int64(n) for n in (s.B, s.H, s.Hkv, s.D)]
         steps = [
-            [_at(q), c_void_p(kv), c_uint32(layer), *rows, *sizes, c_float(s.scale), c_int64(0), workers]
+            [
+                _at(q),
+                c_void_p(kv),
+                c_uint32(layer),
+                *rows,
+                *sizes,
+                c_float(s.scale),
+                c_int64(0),
+                workers,
+            ]
             for layer in range(inputs.copies)
         ]
         run = self._run("tl_paged_attn_decode_f32", steps, out)
@@ -66,10 +77,20 @@ class Library:
         out = np.zeros(q.shape, np.float32)
         sizes = [c_int64(n) for n in (s.B, s.H, s.Hkv, s.rows, s.ctx, s.D)]
         causal, any_window, any_tile = [c_int64(0), c_int(1)], c_int64(0), c_int64(0)
-        step = [*map(_at, (q, k, v, out)), null, *sizes, c_float(s.scale), *causal, any_window, null]
+        step = [
+            *map(_at, (q, k, v, out)),
+            null,
+            *sizes,
+            c_float(s.scale),
+            *causal,
+            any_window,
+            null,
+        ]
         return self._run("tl_flash_attn_fwd_f32", [[*step, any_tile, any_tile, null, workers]], out)
 
-    def _run(self, function: str, steps: list[list[Any]], out: np.ndarray[Any, np.dtype[np.float32]]) -> Run:
+    def _run(
+        self, function: str, steps: list[list[Any]], out: np.ndarray[Any, np.dtype[np.float32]]
+    ) -> Run:
         c_call = self._raw[function]
 
         def call(i: int) -> None:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""ONNX Runtime's GroupQueryAttention on the CPU; past and present share one buffer, as its generation
-library has it.
+"""ONNX Runtime's GroupQueryAttention on the CPU; past and present share one buffer, as its
+generation library has it.
 
-The operator appends the newest position before it attends: it is given the K and V that stand there already.
+The operator appends the newest position before it attends: it is given the K and V that stand there
+already.
 Everything is bound beforehand, in memory of ONNX Runtime's own allocator.
 """
 
@@ -34,7 +35,9 @@ class OnnxGqa:
             raise NotCompared("decode only")
         options = self._ort.SessionOptions()
         options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
-        session = self._ort.InferenceSession(self._model(s), options, providers=["CPUExecutionProvider"])
+        session = self._ort.InferenceSession(
+            self._model(s), options, providers=["CPUExecutionProvider"]
+        )
         newest = {
             "query": self._value(inputs.q.reshape(s.B, 1, -1)),
             "key": self._value(inputs.k[:, :, -1].reshape(s.B, 1, -1)),
@@ -93,7 +96,9 @@ class OnnxGqa:
             scale=s.scale,
         )
         opsets = [make.make_opsetid("", 17), make.make_opsetid("com.microsoft", 1)]
-        model = make.make_model(make.make_graph([node], "attention", takes, gives), opset_imports=opsets)
+        model = make.make_model(
+            make.make_graph([node], "attention", takes, gives), opset_imports=opsets
+        )
         model.ir_version = 8
         serialized: bytes = model.SerializeToString()
         return serialized

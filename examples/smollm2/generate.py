@@ -29,8 +29,8 @@ class Answer:
 
 
 def digest_of(answers: Sequence[Answer], tokens: int) -> str:
-    """One digest for the logits of the first `tokens` tokens of some answers: equal if and only if every
-    bit is."""
+    """One digest for the logits of the first `tokens` tokens of some answers: equal if and only if
+    every bit is."""
     whole = hashlib.sha256()
     for answer in answers:
         whole.update(len(answer.digests[:tokens]).to_bytes(4, "little"))
@@ -67,8 +67,9 @@ def ask(
 ) -> dict[str, Answer]:
     """Fork `parent` once a question and answer all of them in one batch, up to `limit` tokens each.
 
-    The forks stay in the cache, under the questions' names. An answer that ends leaves the batch. `listen`
-    is called after every step; `clock` counts the decode steps and not the prefill of the questions.
+    The forks stay in the cache, under the questions' names. An answer that ends leaves the batch.
+    `listen` is called after every step; `clock` counts the decode steps and not the prefill of the
+    questions.
     """
     for name in questions:
         cache.fork(parent, name)
@@ -82,4 +83,6 @@ def ask(
         live = [name for name in live if not answers[name].ended and len(answers[name].ids) < limit]
         if not live:
             return answers
-        logits = model.forward(cache, [(name, answers[name].ids[-1:]) for name in live], crew, clock)
+        logits = model.forward(
+            cache, [(name, answers[name].ids[-1:]) for name in live], crew, clock
+        )

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: MIT
 """Reader for GGUF model files: the metadata, and the tensors as float32.
 
-GGUF in three words: *metadata* (typed key/value pairs), *tensor infos* (name, shape, element type, place)
-and one *data section* that the places count from. The file is mapped, never read whole. It comes from
-outside, so nothing in it is trusted: every length is checked against the bytes that are there, and whatever
-does not fit raises :class:`GGUFError`, which names the file and the spot.
+GGUF in three words: *metadata* (typed key/value pairs), *tensor infos* (name, shape, element type,
+place) and one *data section* that the places count from. The file is mapped, never read whole. It
+comes from outside, so nothing in it is trusted: every length is checked against the bytes that are
+there, and whatever does not fit raises :class:`GGUFError`, which names the file and the spot.
 
-Quantised rows are cut into blocks of 32 values that share a scale ``d`` (and, in ``Q4_1``, an offset
-``m``). A block of four-bit codes keeps values 0..15 in the low halves of its 16 bytes and values 16..31 in
-the high halves.
+Quantised rows are cut into blocks of 32 values that share a scale ``d`` (and, in ``Q4_1``, an
+offset ``m``). A block of four-bit codes keeps values 0..15 in the low halves of its 16 bytes and
+values 16..31 in the high halves.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class GGUFError(ValueError):
     """The file is not a GGUF file this reader can use; the message says where and why."""
 
 
-# --- element types ----------------------------------------------------------------------------------------
+# --- element types
+# ----------------------------------------------------------------------------------------
 
 
 def _widened(raw: Bytes, stored: np.dtype[np.floating]) -> Floats:
@@ -97,7 +98,8 @@ ELEMENT_TYPES: Final = {
 }
 
 
-# --- metadata values --------------------------------------------------------------------------------------
+# --- metadata values
+# --------------------------------------------------------------------------------------
 
 _STRING: Final = 8
 _ARRAY: Final = 9
@@ -130,8 +132,8 @@ class _Cursor:
         return value
 
     def count(self, code: str, what: str, at_least: int = 0) -> int:
-        """An unsigned number of things that take `at_least` bytes each: more than the file can hold is
-        refused at once."""
+        """An unsigned number of things that take `at_least` bytes each: more than the file can hold
+        is refused at once."""
         n = int(self.scalar(code, what))
         if at_least and n > self.left() // at_least:
             raise self.fail(f"{what} is {n}, more than the rest of the file can hold")
@@ -179,10 +181,12 @@ class GGUF:
 
     >>> with GGUF("model.gguf") as file:                                     # doctest: +SKIP
     ...     layers = file.integer("llama.block_count")
-    ...     norm = file.tensor("output_norm.weight")                         # float32, a copy of its own
+    # float32, a copy of its own
+    ...     norm = file.tensor("output_norm.weight")
 
-    ``metadata`` and ``tensors`` hold everything by name. ``integer``, ``number``, ``text``, ``texts`` and
-    ``integers`` read one metadata value and raise :class:`GGUFError` when it is missing or of another type.
+    ``metadata`` and ``tensors`` hold everything by name. ``integer``, ``number``, ``text``,
+    ``texts`` and ``integers`` read one metadata value and raise :class:`GGUFError` when it is
+    missing or of another type.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -209,7 +213,10 @@ class GGUF:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -220,14 +227,22 @@ class GGUF:
             raise GGUFError(f"{self.path}: not a GGUF file (it does not begin with 'GGUF')")
         version = cursor.scalar("I", "the version")
         if version not in (2, 3):
-            raise GGUFError(f"{self.path}: GGUF version {version}; versions 2 and 3, little-endian, are read")
-        n_tensors = cursor.count("Q", "the number of tensors", at_least=24)  # name length, rank, type, offset
-        n_pairs = cursor.count("Q", "the number of metadata pairs", at_least=12)  # key length, value type
+            raise GGUFError(
+                f"{self.path}: GGUF version {version}; versions 2 and 3, little-endian, are read"
+            )
+        n_tensors = cursor.count(
+            "Q", "the number of tensors", at_least=24
+        )  # name length, rank, type, offset
+        n_pairs = cursor.count(
+            "Q", "the number of metadata pairs", at_least=12
+        )  # key length, value type
         for _ in range(n_pairs):
             key = cursor.string("a metadata key")
             if key in self.metadata:
                 raise cursor.fail(f"metadata key {key!r} is there twice")
-            self.metadata[key] = cursor.value(int(cursor.scalar("I", f"the type of {key!r}")), f"{key!r}")
+            self.metadata[key] = cursor.value(
+                int(cursor.scalar("I", f"the type of {key!r}")), f"{key!r}"
+            )
         raw = [self._read_info(cursor) for _ in range(n_tensors)]
         self._place(cursor, raw)
 
@@ -235,7 +250,9 @@ class GGUF:
         name = cursor.string("a tensor's name")
         rank = int(cursor.scalar("I", f"the rank of {name!r}"))
         if not 1 <= rank <= _MAX_DIMS:
-            raise cursor.fail(f"tensor {name!r} has {rank} dimensions; 1 to {_MAX_DIMS} are possible")
+            raise cursor.fail(
+                f"tensor {name!r} has {rank} dimensions; 1 to {_MAX_DIMS} are possible"
+            )
         fastest_first = [int(cursor.scalar("Q", f"the shape of {name!r}")) for _ in range(rank)]
         kind = int(cursor.scalar("I", f"the element type of {name!r}"))
         offset = int(cursor.scalar("Q", f"the offset of {name!r}"))
@@ -249,9 +266,13 @@ class GGUF:
             )
         return name, tuple(reversed(fastest_first)), element, offset
 
-    def _place(self, cursor: _Cursor, raw: list[tuple[str, tuple[int, ...], ElementType, int]]) -> None:
+    def _place(
+        self, cursor: _Cursor, raw: list[tuple[str, tuple[int, ...], ElementType, int]]
+    ) -> None:
         """Turn offsets into places in the file, none of which may leave it."""
-        alignment = self.integer("general.alignment") if "general.alignment" in self.metadata else 32
+        alignment = (
+            self.integer("general.alignment") if "general.alignment" in self.metadata else 32
+        )
         if alignment < 1 or alignment & (alignment - 1):
             raise GGUFError(f"{self.path}: general.alignment is {alignment}, not a power of two")
         base = -(-cursor.at // alignment) * alignment
@@ -289,7 +310,9 @@ class GGUF:
             raise GGUFError(f"{self.path}: metadata {key!r} is missing")
         value = self.metadata[key]
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-            raise GGUFError(f"{self.path}: metadata {key!r} is {type(value).__name__}, not {wanted}")
+            raise GGUFError(
+                f"{self.path}: metadata {key!r} is {type(value).__name__}, not {wanted}"
+            )
         return value
 
     def integer(self, key: str) -> int:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: MIT
 """A llama-type transformer in numpy, its attention by tinyllm over a paged KV cache.
 
-One method does all the work: :meth:`Model.forward` takes new tokens for any number of sequences, stores
-their K and V in the cache and returns each sequence's next-token logits. Where every sequence brings one
-token that is a decode step (one `paged_attention_decode` call a layer); otherwise it is prefill
-(`flash_attention`, a call a sequence). Prefill attends to K and V as the cache holds them, rounded to
-float16: that is what decode will see, so both give the same bits.
+One method does all the work: :meth:`Model.forward` takes new tokens for any number of sequences,
+stores their K and V in the cache and returns each sequence's next-token logits. Where every
+sequence brings one token that is a decode step (one `paged_attention_decode` call a layer);
+otherwise it is prefill (`flash_attention`, a call a sequence). Prefill attends to K and V as the
+cache holds them, rounded to float16: that is what decode will see, so both give the same bits.
 """
 
 from __future__ import annotations
@@ -111,9 +111,11 @@ class Model:
         c = self.config
         return c.layers * 2 * c.kv_width * block_tokens * 2
 
-    def forward(self, cache: PagedKVCache, work: Work, crew: Crew, clock: Clock | None = None) -> Floats:
-        """Store the new tokens of `work` and return the logits after each sequence's last one, [len(work),
-        vocabulary]."""
+    def forward(
+        self, cache: PagedKVCache, work: Work, crew: Crew, clock: Clock | None = None
+    ) -> Floats:
+        """Store the new tokens of `work` and return the logits after each sequence's last one,
+        [len(work), vocabulary]."""
         clock = clock if clock is not None else Clock()
         begin = time.perf_counter()
         rows = self._lay_out(cache, work)
@@ -156,11 +158,13 @@ class Model:
     def _attend(
         self, cache: PagedKVCache, layer: int, rows: _Rows, qkv: Floats, crew: Crew, clock: Clock
     ) -> Floats:
-        """Attention of all rows, [whole tiles of rows, heads * head_dim]; the rows that fill the last tile
-        are zero."""
+        """Attention of all rows, [whole tiles of rows, heads * head_dim]; the rows that fill the
+        last tile are zero."""
         c = self.config
         q_end, k_end = c.q_width, c.q_width + c.kv_width
-        q = rotate_pairs(qkv[: rows.n, :q_end].reshape(rows.n, c.heads, c.head_dim), rows.cos, rows.sin)
+        q = rotate_pairs(
+            qkv[: rows.n, :q_end].reshape(rows.n, c.heads, c.head_dim), rows.cos, rows.sin
+        )
         k = rotate_pairs(
             qkv[: rows.n, q_end:k_end].reshape(rows.n, c.kv_heads, c.head_dim), rows.cos, rows.sin
         )
@@ -172,13 +176,19 @@ class Model:
             mine = slice(rows.starts[i], rows.starts[i + 1])
             cache.append(name, layer, _heads_first(k[mine]), _heads_first(v[mine]))
         if rows.is_decode():
-            paged_attention_decode(q, cache, rows.names, layer, threads=crew.pool, out=out[: rows.n])
+            paged_attention_decode(
+                q, cache, rows.names, layer, threads=crew.pool, out=out[: rows.n]
+            )
         else:
             for i, name in enumerate(rows.names):
                 mine = slice(rows.starts[i], rows.starts[i + 1])
                 keys, values = (a.astype(np.float32)[None] for a in cache.gather(name, layer))
                 o = flash_attention(
-                    _heads_first(q[mine])[None], keys, values, q_offset=rows.offsets[i], threads=crew.pool
+                    _heads_first(q[mine])[None],
+                    keys,
+                    values,
+                    q_offset=rows.offsets[i],
+                    threads=crew.pool,
                 )
                 out[mine] = o[0].transpose(1, 0, 2)
         clock.attention += time.perf_counter() - begin
@@ -190,7 +200,8 @@ def _heads_first(rows: Floats) -> Floats:
     return np.ascontiguousarray(rows.transpose(1, 0, 2))
 
 
-# --- where models come from -------------------------------------------------------------------------------
+# --- where models come from
+# -------------------------------------------------------------------------------
 
 _LAYER_TENSORS: Final = (
     "attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm", "ffn_gate", "ffn_up", "ffn_down",
@@ -202,16 +213,26 @@ def read_config(file: GGUF) -> Config:
     name = file.text("general.architecture")
     if name != "llama":
         raise GGUFError(f"{file.path}: architecture {name!r}; this model code is for 'llama'")
-    if file.metadata.get("llama.rope.scaling.type", "none") != "none" or "rope_freqs.weight" in file.tensors:
+    if (
+        file.metadata.get("llama.rope.scaling.type", "none") != "none"
+        or "rope_freqs.weight" in file.tensors
+    ):
         raise GGUFError(f"{file.path}: scaled rotary positions are not supported here")
-    width, heads = file.integer("llama.embedding_length"), file.integer("llama.attention.head_count")
+    width, heads = (
+        file.integer("llama.embedding_length"),
+        file.integer("llama.attention.head_count"),
+    )
     kv_heads = file.integer("llama.attention.head_count_kv")
     if min(width, heads, kv_heads) < 1 or width % heads or heads % kv_heads or width // heads % 2:
         raise GGUFError(
             f"{file.path}: width {width} with {heads} heads and {kv_heads} KV heads does not add up"
         )
     head_dim = width // heads
-    for key in ("llama.attention.key_length", "llama.attention.value_length", "llama.rope.dimension_count"):
+    for key in (
+        "llama.attention.key_length",
+        "llama.attention.value_length",
+        "llama.rope.dimension_count",
+    ):
         if key in file.metadata and file.integer(key) != head_dim:
             raise GGUFError(f"{file.path}: {key} is {file.integer(key)}, the head width {head_dim}")
     return Config(
@@ -224,7 +245,9 @@ def read_config(file: GGUF) -> Config:
         vocabulary=len(file.texts("tokenizer.ggml.tokens")),
         context=file.integer("llama.context_length"),
         eps=file.number("llama.attention.layer_norm_rms_epsilon"),
-        rope_base=file.number("llama.rope.freq_base") if "llama.rope.freq_base" in file.metadata else 10000.0,
+        rope_base=file.number("llama.rope.freq_base")
+        if "llama.rope.freq_base" in file.metadata
+        else 10000.0,
     )
 
 
@@ -238,7 +261,9 @@ def from_gguf(file: GGUF, progress: Callable[[int, int], None] = lambda done, of
 
     def tensor(name: str, *shape: int) -> Floats:
         if name in file.tensors and file.tensors[name].shape != shape:
-            raise GGUFError(f"{file.path}: tensor {name!r} has shape {file.tensors[name].shape}, not {shape}")
+            raise GGUFError(
+                f"{file.path}: tensor {name!r} has shape {file.tensors[name].shape}, not {shape}"
+            )
         return file.tensor(name)
 
     def stacked(index: int, *parts: tuple[str, int]) -> FixedTileLinear:
@@ -262,7 +287,9 @@ def from_gguf(file: GGUF, progress: Callable[[int, int], None] = lambda done, of
     norm = tensor("output_norm.weight", c.width)
     if "output.weight" not in file.tensors:
         return Model(c, layers, norm, FixedTileLinear(embedding))
-    return Model(c, layers, norm, FixedTileLinear(tensor("output.weight", c.vocabulary, c.width)), embedding)
+    return Model(
+        c, layers, norm, FixedTileLinear(tensor("output.weight", c.vocabulary, c.width)), embedding
+    )
 
 
 def random_model(config: Config, seed: int) -> Model:
@@ -270,7 +297,9 @@ def random_model(config: Config, seed: int) -> Model:
     rng = np.random.default_rng(seed)
 
     def linear(columns: int, width: int) -> FixedTileLinear:
-        return FixedTileLinear(rng.standard_normal((columns, width), np.float32) * np.float32(width**-0.5))
+        return FixedTileLinear(
+            rng.standard_normal((columns, width), np.float32) * np.float32(width**-0.5)
+        )
 
     c, ones = config, np.ones(config.width, np.float32)
     layers = [

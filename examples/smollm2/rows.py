@@ -1,19 +1,24 @@
 # SPDX-License-Identifier: MIT
 """Arithmetic on rows in which no row can see its neighbours.
 
-tinyllm's attention gives a row the same bits in any batch and with any number of threads. A model keeps
-that promise only if everything around attention does, and that is less than plain numpy offers: a BLAS
-picks its kernel by the shape of the whole matrix, a vector loop may treat its last few elements in another
-way than the rest, and a sum may be taken in an order that depends on the shape. So here
+tinyllm's attention gives a row the same bits in any batch and with any number of threads. A model
+keeps that promise only if everything around attention does, and that is less than plain numpy
+offers: a BLAS picks its kernel by the shape of the whole matrix, a vector loop may treat its last
+few elements in another way than the rest, and a sum may be taken in an order that depends on the
+shape. So here
 
-- a matrix product always has one shape: a **panel** of 96 rows of the weights times a **tile** of 16 rows
-  of x, transposed. The rows of x are then what a BLAS kernel holds in its registers, and 16 of them fill
-  those evenly. (Taken the other way round, x times weights, kernels for AVX2 pass over the 16
-  rows as 6, 6 and 4 and sum up each part in another way.) The last tile is filled with zero rows; a job is
-  some tiles times one panel, and threads only share out jobs. A layer tries all places of a tile when it is
-  made, and if they still differ on some BLAS it gives every row a tile of its own: slow, and right;
-- a sum over a row is made of additions of whole columns, in an order that the row's length alone decides;
-- exp is tinyllm's own; all else is +, -, *, / and sqrt, which IEEE 754 rounds correctly, wherever an
+- a matrix product always has one shape: a **panel** of 96 rows of the weights times a **tile** of
+16 rows
+  of x, transposed. The rows of x are then what a BLAS kernel holds in its registers, and 16 of them
+  fill those evenly. (Taken the other way round, x times weights, kernels for AVX2 pass over the 16
+  rows as 6, 6 and 4 and sum up each part in another way.) The last tile is filled with zero rows; a
+  job is some tiles times one panel, and threads only share out jobs. A layer tries all places of a
+  tile when it is made, and if they still differ on some BLAS it gives every row a tile of its own:
+  slow, and right;
+- a sum over a row is made of additions of whole columns, in an order that the row's length alone
+decides;
+- exp is tinyllm's own; all else is +, -, *, / and sqrt, which IEEE 754 rounds correctly, wherever
+an
   element stands.
 """
 
@@ -33,11 +38,14 @@ Floats = npt.NDArray[np.float32]
 
 TILE: Final = 16  # rows of every matrix product
 PANEL: Final = 96  # columns of every matrix product: 96 x 576 floats stay in the cache of a core
-_JOB_ROWS: Final = 256  # rows of a job: fixed, so that jobs do not depend on the threads that share them
+_JOB_ROWS: Final = (
+    256  # rows of a job: fixed, so that jobs do not depend on the threads that share them
+)
 
 
 class Crew:
-    """The threads of a run: a tinyllm pool for attention, and as many Python threads for the matrix products.
+    """The threads of a run: a tinyllm pool for attention, and as many Python threads for the matrix
+    products.
 
     A context manager; ``share(jobs, run)`` calls ``run(j)`` once for every j in ``range(jobs)``.
     """
@@ -72,7 +80,10 @@ class Crew:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -107,7 +118,9 @@ class FixedTileLinear:
         groups = -(-rows // _JOB_ROWS)
 
         def run(job: int) -> None:
-            panel, group = divmod(job, groups)  # a panel's groups follow each other, while it is in the cache
+            panel, group = divmod(
+                job, groups
+            )  # a panel's groups follow each other, while it is in the cache
             first = group * _JOB_ROWS
             self._tiles_by_panel(x, y, self._starts[panel], first, min(rows, first + _JOB_ROWS))
 
@@ -141,8 +154,8 @@ def _places_agree(panel: Floats) -> bool:
 
 
 def row_sums(x: Floats) -> Floats:
-    """The sum of each row, [n, 1]: the right half of the columns is added to the left half until one is
-    left."""
+    """The sum of each row, [n, 1]: the right half of the columns is added to the left half until
+    one is left."""
     width = x.shape[1]
     x = x.copy()
     while width > 1:
@@ -168,8 +181,8 @@ def silu(x: Floats) -> Floats:
 
 
 def rotation_table(positions: int, head_dim: int, base: float) -> tuple[Floats, Floats]:
-    """cos and sin of the angle of each position and pair, [positions, head_dim / 2]; made once, looked up
-    ever after."""
+    """cos and sin of the angle of each position and pair, [positions, head_dim / 2]; made once,
+    looked up ever after."""
     rate = base ** (-np.arange(0, head_dim, 2) / head_dim)
     angle = np.arange(positions)[:, None] * rate
     return np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)

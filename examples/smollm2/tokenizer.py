@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 """Text to token ids and back.
 
-Two tokenizers with one face: :class:`BpeTokenizer`, the byte-pair encoding whose vocabulary and merges a
-GGUF file carries (run by the `tokenizers` package), and :class:`AsciiTokenizer`, one token per character,
-for a model that was never trained.
+Two tokenizers with one face: :class:`BpeTokenizer`, the byte-pair encoding whose vocabulary and
+merges a GGUF file carries (run by the `tokenizers` package), and :class:`AsciiTokenizer`, one token
+per character, for a model that was never trained.
 """
 
 from __future__ import annotations
@@ -48,7 +48,10 @@ class BpeTokenizer:
                 "the package 'tokenizers' is missing; run `make demo`, or pip install tokenizers"
             ) from error
 
-        kind, split = file.text("tokenizer.ggml.model"), file.metadata.get("tokenizer.ggml.pre", "default")
+        kind, split = (
+            file.text("tokenizer.ggml.model"),
+            file.metadata.get("tokenizer.ggml.pre", "default"),
+        )
         if kind != "gpt2" or split not in _BYTE_LEVEL:
             raise GGUFError(
                 f"{file.path}: tokenizer {kind!r} with pre-tokenizer {split!r} is not supported here"
@@ -68,7 +71,11 @@ class BpeTokenizer:
         bpe.pre_tokenizer = pre_tokenizers.Sequence(steps)
         bpe.decoder = decoders.ByteLevel()
         bpe.add_special_tokens(
-            [AddedToken(t, special=True) for t, k in zip(tokens, types, strict=True) if k == _CONTROL]
+            [
+                AddedToken(t, special=True)
+                for t, k in zip(tokens, types, strict=True)
+                if k == _CONTROL
+            ]
         )
         self._bpe = bpe
 
@@ -95,8 +102,8 @@ class BpeTokenizer:
 
 
 class AsciiTokenizer:
-    """Token i is the i-th printable ASCII character; the last token ends an answer. Whatever else a text
-    holds counts as a space."""
+    """Token i is the i-th printable ASCII character; the last token ends an answer. Whatever else a
+    text holds counts as a space."""
 
     end = 95
     vocabulary: Final = 96

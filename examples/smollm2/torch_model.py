@@ -57,8 +57,8 @@ def torch_model(file: GGUF, attn_implementation: str) -> Any:
 
 
 def halves_of_pairs(weight: Floats, head_dim: int) -> Floats:
-    """Rows of q or k in the order of transformers, where rotary positions turn dimension i with i + D / 2; in
-    the file they turn 2i with 2i + 1."""
+    """Rows of q or k in the order of transformers, where rotary positions turn dimension i with i +
+    D / 2; in the file they turn 2i with 2i + 1."""
     heads = weight.reshape(-1, head_dim // 2, 2, weight.shape[1])
     rows: Floats = heads.transpose(0, 2, 1, 3).reshape(weight.shape)
     return rows

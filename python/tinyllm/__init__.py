@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""libtinyllm: the attention step of LLM inference on CPUs over a paged KV cache, with the same bits always.
+"""libtinyllm: the attention step of LLM inference on CPUs over a paged KV cache, with the same bits
+always.
 
-The library is loaded when something first needs it, not by the import; so are the parts that look at caches
-and calls, which an engine does without.
+The library is loaded when something first needs it, not by the import; so are the parts that look
+at caches and calls, which an engine does without.
 """
 
 from importlib import import_module

@@ -34,8 +34,11 @@ def integer(
     return int(value)
 
 
-def array(fn: str, name: str, value: Any, *dtypes: np.dtype[Any], ndim: int) -> np.ndarray[Any, Any]:
-    """``value``, which must be a plain array of one of ``dtypes`` in native byte order, with ``ndim`` axes.
+def array(
+    fn: str, name: str, value: Any, *dtypes: np.dtype[Any], ndim: int
+) -> np.ndarray[Any, Any]:
+    """``value``, which must be a plain array of one of ``dtypes`` in native byte order, with
+    ``ndim`` axes.
 
     Raises: TypeError for anything else than such an array, ValueError for another number of axes.
     """
@@ -73,10 +76,11 @@ def as_array(fn: str, name: str, value: Tensor) -> np.ndarray[Any, Any]:
 def integers(
     fn: str, name: str, value: Any, dtype: np.dtype[Any], low: int, high: int
 ) -> np.ndarray[Any, Any]:
-    """``value``, integers [n] of any type, as a contiguous array of ``dtype``, copied only where it is none.
+    """``value``, integers [n] of any type, as a contiguous array of ``dtype``, copied only where it
+    is none.
 
-    Raises: TypeError where they are no integers, ValueError for another number of axes or one that is not in
-    [low, high].
+    Raises: TypeError where they are no integers, ValueError for another number of axes or one that
+    is not in [low, high].
     """
     a = np.asarray(value) if isinstance(value, (list, tuple)) else as_array(fn, name, value)
     if a.ndim != 1:
@@ -97,9 +101,11 @@ def int32s(fn: str, name: str, value: Any) -> np.ndarray[Any, Any]:
     return integers(fn, name, value, I32, -INT32_MAX - 1, INT32_MAX)
 
 
-def shape(fn: str, name: str, value: np.ndarray[Any, Any], wanted: tuple[int, ...], axes: str) -> None:
-    """Raises ValueError where the shape of ``value`` is another than ``wanted``, spelled ``axes`` in the
-    message."""
+def shape(
+    fn: str, name: str, value: np.ndarray[Any, Any], wanted: tuple[int, ...], axes: str
+) -> None:
+    """Raises ValueError where the shape of ``value`` is another than ``wanted``, spelled ``axes``
+    in the message."""
     if value.shape != wanted:
         raise ValueError(f"{fn}: {name} has shape {value.shape}, expected {axes} = {wanted}")
 

@@ -10,7 +10,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tinyllm._check import F32, INT64_MAX, UINT32_MAX, Tensor, array, as_array, int32s, integer, packed, shape
+from tinyllm._check import (
+    F32,
+    INT64_MAX,
+    UINT32_MAX,
+    Tensor,
+    array,
+    as_array,
+    int32s,
+    integer,
+    packed,
+    shape,
+)
 from tinyllm.errors import TlError
 from tinyllm.ffi.libtinyllm import (
     PAGED_ATTN_ARGS_BYTES,
@@ -27,15 +38,19 @@ from tinyllm.kv_view import KVView, whole_rows
 from tinyllm.observe.calls import OBSERVERS, Observer
 from tinyllm.threads import ThreadPool, handle_of
 
-_MOST_WORKSPACE = 1 << 26  # bytes: rows that need more are enough to keep every thread busy one by one
+_MOST_WORKSPACE = (
+    1 << 26
+)  # bytes: rows that need more are enough to keep every thread busy one by one
 
 
 class PagedCall:
-    """What every call over a view is told. Arrays are as the library reads them, and live as long as this.
+    """What every call over a view is told. Arrays are as the library reads them, and live as long
+    as this.
 
-    q [total_q,H,Dk]; ctx_lens int32 [B]; cu_seqlens_q int32 [B+1], or None for a row each; block_tables
-    uint32 [B,n]; alibi_slopes float32 [H] or None. ``attend`` adds sink_logits, out, lse and args, what it
-    tells the library; for observers begin_ns and end_ns, the call on the clock of ``time.monotonic_ns``.
+    q [total_q,H,Dk]; ctx_lens int32 [B]; cu_seqlens_q int32 [B+1], or None for a row each;
+    block_tables uint32 [B,n]; alibi_slopes float32 [H] or None. ``attend`` adds sink_logits, out,
+    lse and args, what it tells the library; for observers begin_ns and end_ns, the call on the
+    clock of ``time.monotonic_ns``.
     trace: for whoever traces the call first, and those after him.
     """
 
@@ -67,7 +82,9 @@ class PagedCall:
         n_rows, n_heads, width = q.shape
         dim_k = kv.head_dims[0]
         if width != dim_k:
-            raise ValueError(f"{fn}: q has shape {q.shape}, expected [total_q,H,Dk] with Dk = {dim_k}")
+            raise ValueError(
+                f"{fn}: q has shape {q.shape}, expected [total_q,H,Dk] with Dk = {dim_k}"
+            )
         self.ctx_lens = int32s(fn, "ctx_lens", ctx_lens)
         n_batch = len(self.ctx_lens)
         self.cu_seqlens_q = _starts(fn, cu_seqlens_q, n_batch, n_rows)
@@ -113,7 +130,14 @@ class PagedCall:
         """Writes ``states`` [total_q,H,n_splits,2+Dv], contiguous. Raises as ``attend``."""
         with self.kv._owner, handle_of(self.fn, self.threads, self.lib) as tp:
             args = self._arguments(tp, None, None, None)
-            obey(self.fn, self.lib.tl_paged_attn_states_f32, args, first_split, n_splits, f32_ptr(states))
+            obey(
+                self.fn,
+                self.lib.tl_paged_attn_states_f32,
+                args,
+                first_split,
+                n_splits,
+                f32_ptr(states),
+            )
 
     def _arguments(
         self,
@@ -202,7 +226,9 @@ def _starts(fn: str, cu_seqlens_q: Any, n_batch: int, n_rows: int) -> NDArray[np
 def _tables(fn: str, tables: Any, n_batch: int) -> NDArray[np.uint32]:
     """The tables as uint32 [B, n >= 1]; what they do not have, or is negative, names no block."""
     if isinstance(tables, (list, tuple)):
-        rows = [_block_ids(fn, f"block_tables[{s}]", np.asarray(row), 1) for s, row in enumerate(tables)]
+        rows = [
+            _block_ids(fn, f"block_tables[{s}]", np.asarray(row), 1) for s, row in enumerate(tables)
+        ]
         padded = np.full((len(rows), max([1, *map(len, rows)])), UINT32_MAX, np.uint32)
         for line, row in zip(padded, rows, strict=True):
             line[: len(row)] = row

@@ -10,4 +10,6 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "numpy":
         raise
-    raise ImportError("tinyllm needs numpy: run `" + sys.executable + " -m pip install numpy`") from None
+    raise ImportError(
+        "tinyllm needs numpy: run `" + sys.executable + " -m pip install numpy`"
+    ) from None

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""paged_attention and its states, paged_attention_decode, flash_attention; mirror ``tinyllm/attention.h``.
+"""paged_attention and its states, paged_attention_decode, flash_attention; mirror
+``tinyllm/attention.h``.
 
-A row of a result has the same bits in any batch, on any number of threads, on every instruction set, in any
-blocks, by each of the functions.
+A row of a result has the same bits in any batch, on any number of threads, on every instruction
+set, in any blocks, by each of the functions.
 """
 
 from __future__ import annotations
@@ -43,20 +44,24 @@ def paged_attention_decode(
     threads: int | ThreadPool | None = None,
     out: NDArray[np.float32] | None = None,
 ) -> NDArray[np.float32]:
-    """Attention of one new token per sequence over what ``layer`` of ``cache`` holds, the token included.
+    """Attention of one new token per sequence over what ``layer`` of ``cache`` holds, the token
+    included.
 
-    q: float32 [B,H,D], one row per entry of ``seq_ids``; copied only where it is not C-contiguous. H is a
-    multiple of the cache's KV heads; query head h reads KV head h // (H // n_kv_heads).
+    q: float32 [B,H,D], one row per entry of ``seq_ids``; copied only where it is not C-contiguous.
+    H is a multiple of the cache's KV heads; query head h reads KV head h // (H // n_kv_heads).
     scale: what dot products are multiplied by, rounded to float32; None is D ** -0.5.
-    window: how many of the last positions are seen, the newest included; 0 or less, or None, is all.
-    threads: None is the calling thread; a count stands for a pool the process keeps (0: all CPUs it may use);
-    or a ThreadPool.
-    out: C-contiguous float32 [B,H,D] that does not overlap q, written and returned; None makes a new one.
+    window: how many of the last positions are seen, the newest included; 0 or less, or None, is
+    all.
+    threads: None is the calling thread; a count stands for a pool the process keeps (0: all CPUs it
+    may use); or a ThreadPool.
+    out: C-contiguous float32 [B,H,D] that does not overlap q, written and returned; None makes a
+    new one.
 
-    Raises: TypeError for a wrong type or dtype; ValueError for a wrong shape, layer or count, or a sequence
-    that holds nothing in ``layer`` or lacks positions the window sees (``trim_front``); OverflowError or
-    ValueError for an integer out of range; KeyError for an unknown sequence; ClosedError; TlError
-    (``TL_EUNSUPPORTED`` where TINYLLM_ISA names what is not here). ``out`` is then untouched.
+    Raises: TypeError for a wrong type or dtype; ValueError for a wrong shape, layer or count, or a
+    sequence that holds nothing in ``layer`` or lacks positions the window sees (``trim_front``);
+    OverflowError or ValueError for an integer out of range; KeyError for an unknown sequence;
+    ClosedError; TlError (``TL_EUNSUPPORTED`` where TINYLLM_ISA names what is not here). ``out`` is
+    then untouched.
     """
     fn = "paged_attention_decode"
     if not isinstance(cache, PagedKVCache):
@@ -84,7 +89,11 @@ def paged_attention_decode(
             return out
         batch = cache._borrow(fn, seq_ids, layer, window)
         if OBSERVERS.get():  # they watch the other call, which gives the same bits
-            view, tables, lengths = cache.view(layer), batch.table[:n_batch], batch.lengths[:n_batch]
+            view, tables, lengths = (
+                cache.view(layer),
+                batch.table[:n_batch],
+                batch.lengths[:n_batch],
+            )
             call = PagedCall(fn, q, view, tables, lengths, None, factor, window, 0, None, threads)
             call.attend(out, None, None)
             return out
@@ -151,33 +160,47 @@ def paged_attention(
     threads: int | ThreadPool | None = None,
     out: Tensor | None = None,
 ) -> NDArray[np.float32] | tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Attention of any rows of B sequences over what ``kv`` holds: decode, chunks of prompts, the check of a
-    draft, or all of them in one call. out [total_q,H,Dv], with ``return_lse`` also lse [total_q,H] (natural
-    logarithm).
+    """Attention of any rows of B sequences over what ``kv`` holds: decode, chunks of prompts, the
+    check of a draft, or all of them in one call. out [total_q,H,Dv], with ``return_lse`` also lse
+    [total_q,H] (natural logarithm).
 
-    q: float32 [total_q,H,Dk], copied only where its last axis is not contiguous. H is a multiple of the
-    view's KV heads; query head h reads KV head h // (H // n_kv_heads).
-    block_tables: integers [B,n], or one sequence of integers for each sequence; position j is slot j % b of
-    block table[j // b]. What no visible position needs may be anything; a negative entry names no block.
+    q: float32 [total_q,H,Dk], copied only where its last axis is not contiguous. H is a multiple of
+    the view's KV heads; query head h reads KV head h // (H // n_kv_heads).
+    block_tables: integers [B,n], or one sequence of integers for each sequence; position j is slot
+    j % b of block table[j // b]. What no visible position needs may be anything; a negative entry
+    names no block.
     Copied where it is no C-contiguous array of 32-bit integers.
     ctx_lens: integers [B], positions a sequence holds, its own rows included.
-    cu_seqlens_q: integers [B+1] from 0 to total_q: sequence s owns the rows from cu_seqlens_q[s] up to
-    cu_seqlens_q[s+1], the last of them at position ctx_lens[s] - 1. None: one row each.
+    cu_seqlens_q: integers [B+1] from 0 to total_q: sequence s owns the rows from cu_seqlens_q[s] up
+    to cu_seqlens_q[s+1], the last of them at position ctx_lens[s] - 1. None: one row each.
     scale, window, threads: as for paged_attention_decode, the scale of Dk.
     softcap: where it is above 0 a score s becomes softcap * tanh(s / softcap).
-    alibi_slopes: float32 [H], times key position minus row position is added to the score, after the cap.
+    alibi_slopes: float32 [H], times key position minus row position is added to the score, after
+    the cap.
     sink_logits: float32 [H], joins the denominator once per head.
-    out: float32 [total_q,H,Dv] whose last axis is contiguous, written and returned; None makes a new one.
+    out: float32 [total_q,H,Dv] whose last axis is contiguous, written and returned; None makes a
+    new one.
 
     Arrays may be numpy's, or what gives its memory by DLPack or the buffer protocol.
 
-    Raises: TypeError for a wrong type or dtype; ValueError for a wrong shape, an integer out of range,
-    lengths that do not fit each other or their tables, a table entry that is needed and names no block, or an
-    ``out`` that overlaps something; ClosedError; TlError (``TL_EUNSUPPORTED``). ``out`` is then untouched.
+    Raises: TypeError for a wrong type or dtype; ValueError for a wrong shape, an integer out of
+    range, lengths that do not fit each other or their tables, a table entry that is needed and
+    names no block, or an ``out`` that overlaps something; ClosedError; TlError
+    (``TL_EUNSUPPORTED``). ``out`` is then untouched.
     """
     fn = "paged_attention"
     call = PagedCall(
-        fn, q, kv, block_tables, ctx_lens, cu_seqlens_q, scale, window, softcap, alibi_slopes, threads
+        fn,
+        q,
+        kv,
+        block_tables,
+        ctx_lens,
+        cu_seqlens_q,
+        scale,
+        window,
+        softcap,
+        alibi_slopes,
+        threads,
     )
     n_rows, n_heads, _ = call.q.shape
     sinks = per_head(fn, "sink_logits", sink_logits, n_heads)
@@ -205,26 +228,36 @@ def paged_attention_states(
     threads: int | ThreadPool | None = None,
     out: NDArray[np.float32] | None = None,
 ) -> NDArray[np.float32]:
-    """What splits first_split .. first_split + n_splits - 1 leave of each row, for ``merge_states``:
-    out [total_q,H,n_splits,2+Dv].
+    """What splits first_split .. first_split + n_splits - 1 leave of each row, for
+    ``merge_states``: out [total_q,H,n_splits,2+Dv].
 
-    A split is 1024 positions from a multiple of 1024 on. Its state is m, the largest score; L, the sum of
-    exp(s - m); and the values weighted by exp(s - m), unnormalised. Where a row sees nothing of a split, m is
-    -inf and the rest zeros.
-    Only K and V of those splits are read, and only table entries that hold their visible positions looked at:
-    who holds a part of a context can work on that part.
+    A split is 1024 positions from a multiple of 1024 on. Its state is m, the largest score; L, the
+    sum of exp(s - m); and the values weighted by exp(s - m), unnormalised. Where a row sees nothing
+    of a split, m is -inf and the rest zeros.
+    Only K and V of those splits are read, and only table entries that hold their visible positions
+    looked at: who holds a part of a context can work on that part.
 
-    q, kv, block_tables, ctx_lens, cu_seqlens_q, scale, window, softcap, alibi_slopes, threads: as for
-    ``paged_attention``.
-    out: C-contiguous float32 [total_q,H,n_splits,2+Dv] that overlaps no other argument, written and returned;
-    None makes a new one.
+    q, kv, block_tables, ctx_lens, cu_seqlens_q, scale, window, softcap, alibi_slopes, threads: as
+    for ``paged_attention``.
+    out: C-contiguous float32 [total_q,H,n_splits,2+Dv] that overlaps no other argument, written and
+    returned; None makes a new one.
 
-    Raises: as ``paged_attention``; ValueError also for first_split below 0, n_splits below 1 or splits past
-    what an int64 counts; MemoryError. ``out`` is then untouched.
+    Raises: as ``paged_attention``; ValueError also for first_split below 0, n_splits below 1 or
+    splits past what an int64 counts; MemoryError. ``out`` is then untouched.
     """
     fn = "paged_attention_states"
     call = PagedCall(
-        fn, q, kv, block_tables, ctx_lens, cu_seqlens_q, scale, window, softcap, alibi_slopes, threads
+        fn,
+        q,
+        kv,
+        block_tables,
+        ctx_lens,
+        cu_seqlens_q,
+        scale,
+        window,
+        softcap,
+        alibi_slopes,
+        threads,
     )
     first_split = integer(fn, "first_split", first_split, 0, INT64_MAX)
     n_splits = integer(fn, "n_splits", n_splits, 1, INT64_MAX - first_split)
@@ -262,16 +295,19 @@ def merge_states(
     return_lse: bool = False,
     threads: int | ThreadPool | None = None,
 ) -> NDArray[np.float32] | tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Finishes rows from the states of their splits: out [total_q,H,Dv], with ``return_lse`` also lse
-    [total_q,H]; bit for bit what one call of ``paged_attention`` gives, however the splits were divided.
+    """Finishes rows from the states of their splits: out [total_q,H,Dv], with ``return_lse`` also
+    lse [total_q,H]; bit for bit what one call of ``paged_attention`` gives, however the splits were
+    divided.
 
     parts: (states, first_split) in rising order, float32 [total_q,H,n_splits,2+Dv] as
-    ``paged_attention_states`` gives them, copied only where they are not C-contiguous. Together they hold
-    split 0 up to some last one, each once; splits behind the last that any row sees may be missing.
+    ``paged_attention_states`` gives them, copied only where they are not C-contiguous. Together
+    they hold split 0 up to some last one, each once; splits behind the last that any row sees may
+    be missing.
     sink_logits, threads: as for ``paged_attention``.
 
-    Raises: TypeError for a wrong type or dtype; ValueError for no parts, shapes that disagree, parts that
-    overlap, leave a gap, are out of order or do not begin at split 0; ClosedError; TlError.
+    Raises: TypeError for a wrong type or dtype; ValueError for no parts, shapes that disagree,
+    parts that overlap, leave a gap, are out of order or do not begin at split 0; ClosedError;
+    TlError.
     """
     fn = "merge_states"
     held = [_part(fn, i, part) for i, part in enumerate(parts)]
@@ -340,17 +376,18 @@ def flash_attention(
     return_lse: bool = False,
     threads: int | ThreadPool | None = None,
 ) -> NDArray[np.float32] | tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Attention over contiguous keys and values: out [B,H,Tq,D], with ``return_lse`` also lse [B,H,Tq]
-    (natural logarithm).
+    """Attention over contiguous keys and values: out [B,H,Tq,D], with ``return_lse`` also lse
+    [B,H,Tq] (natural logarithm).
 
-    q: float32 [B,H,Tq,D], row i at position q_offset + i. k, v: float32 [B,Hkv,Tk,D], key j at position j.
-    Each is copied only where it is not C-contiguous. Row p sees key j when (not causal or j <= p) and (window
-    <= 0 or j > p - window). sink_logits: float32 [H], joins the denominator once per head. A row that sees
-    nothing is zeros with lse -inf, or the sink.
+    q: float32 [B,H,Tq,D], row i at position q_offset + i. k, v: float32 [B,Hkv,Tk,D], key j at
+    position j.
+    Each is copied only where it is not C-contiguous. Row p sees key j when (not causal or j <= p)
+    and (window <= 0 or j > p - window). sink_logits: float32 [H], joins the denominator once per
+    head. A row that sees nothing is zeros with lse -inf, or the sink.
     scale, threads: as for paged_attention_decode.
 
-    Raises: TypeError for a wrong type or dtype; ValueError for shapes that disagree or an integer out of
-    range; ClosedError; TlError.
+    Raises: TypeError for a wrong type or dtype; ValueError for shapes that disagree or an integer
+    out of range; ClosedError; TlError.
     """
     fn = "flash_attention"
     for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -407,7 +444,9 @@ def _target(fn: str, out: Any, wanted: tuple[int, ...]) -> NDArray[np.float32]:
 def _part(fn: str, i: int, part: Any) -> tuple[NDArray[np.float32], int]:
     """One of the parts of ``merge_states``: its states, contiguous, and its first split."""
     if not isinstance(part, (tuple, list)) or len(part) != 2:
-        raise TypeError(f"{fn}: parts[{i}] must be (states, first_split), not {type(part).__name__}")
+        raise TypeError(
+            f"{fn}: parts[{i}] must be (states, first_split), not {type(part).__name__}"
+        )
     states, first = part
     array(fn, f"parts[{i}][0]", states, F32, ndim=4)
     return packed(states), integer(fn, f"parts[{i}][1]", first, 0, INT64_MAX)

@@ -14,11 +14,14 @@ __all__ = ["AbiMismatch", "ClosedError", "OutOfBlocks", "TlError"]
 class TlError(RuntimeError):
     """A C function returned a status other than ``TL_OK``.
 
-    fn: the function; status: the number; name: its name, ``"TL_EINVAL"``; message: the error slot's line.
+    fn: the function; status: the number; name: its name, ``"TL_EINVAL"``; message: the error slot's
+    line.
     """
 
     def __init__(self, fn: str, status: int, name: str, message: str) -> None:
-        super().__init__(fn, status, name, message)  # all four, so that the exception can be pickled
+        super().__init__(
+            fn, status, name, message
+        )  # all four, so that the exception can be pickled
         self.fn, self.status, self.name, self.message = fn, status, name, message
 
     def __str__(self) -> str:

@@ -30,12 +30,15 @@ from tinyllm.ffi.libtinyllm import (
 __all__ = ["KVView"]
 
 _CODES: Final = {"float32": TL_F32, "float16": TL_F16, "bfloat16": TL_BF16}
-_LAYOUTS: Final = {"HND": (0, 2, 1, 3), "NHD": (0, 1, 2, 3)}  # where blocks, slots, heads and elements stand
+_LAYOUTS: Final = {
+    "HND": (0, 2, 1, 3),
+    "NHD": (0, 1, 2, 3),
+}  # where blocks, slots, heads and elements stand
 
 
 class KVView:
-    """K and V of one layer in blocks, as ``paged_attention`` reads them; made by ``KVView.from_arrays`` or
-    ``PagedKVCache.view``.
+    """K and V of one layer in blocks, as ``paged_attention`` reads them; made by
+    ``KVView.from_arrays`` or ``PagedKVCache.view``.
 
     It keeps its arrays, or its cache, alive. What they hold may change between calls.
     dtype: "float32", "float16" or "bfloat16". head_dims: elements in a row of K, and in one of V.
@@ -43,7 +46,16 @@ class KVView:
     >>> view = KVView.from_arrays(kv[:, 0], kv[:, 1], layout="NHD")  # kv: [blocks, 2, b, Hkv, D]
     """
 
-    __slots__ = ("_keep", "_lib", "_owner", "_pointer", "_struct", "_writable", "dtype", "head_dims")
+    __slots__ = (
+        "_keep",
+        "_lib",
+        "_owner",
+        "_pointer",
+        "_struct",
+        "_writable",
+        "dtype",
+        "head_dims",
+    )
 
     def __init__(
         self,
@@ -56,7 +68,13 @@ class KVView:
         writable: bool = False,
     ) -> None:
         """For the two that make views. ``owner`` is entered around every call that reads the memory."""
-        self._struct, self.dtype, self._keep, self._lib, self._writable = struct, dtype, keep, lib, writable
+        self._struct, self.dtype, self._keep, self._lib, self._writable = (
+            struct,
+            dtype,
+            keep,
+            lib,
+            writable,
+        )
         self._owner: AbstractContextManager[Any] = nullcontext() if owner is None else owner
         self._pointer = struct_ptr(struct)
         self.head_dims: tuple[int, int] = (struct.head_dim_k, struct.head_dim_v)
@@ -73,15 +91,17 @@ class KVView:
     ) -> KVView:
         """The view of two arrays, read where they are: nothing is copied.
 
-        k: [blocks, Hkv, b, Dk] in the layout "HND", [blocks, b, Hkv, Dk] in "NHD"; v: the same with Dv. Numpy
-        arrays, or what gives its memory by DLPack or the buffer protocol; no stride negative, the last axis
-        contiguous. Contiguous K and V [B,Hkv,T,D] are B blocks of T positions.
-        dtype: None where the arrays are float32, float16 or bfloat16 and say so; the name of what they hold
-        where they are 16-bit integers, ``dtype="bfloat16"`` for one.
+        k: [blocks, Hkv, b, Dk] in the layout "HND", [blocks, b, Hkv, Dk] in "NHD"; v: the same with
+        Dv. Numpy arrays, or what gives its memory by DLPack or the buffer protocol; no stride
+        negative, the last axis contiguous. Contiguous K and V [B,Hkv,T,D] are B blocks of T
+        positions.
+        dtype: None where the arrays are float32, float16 or bfloat16 and say so; the name of what
+        they hold where they are 16-bit integers, ``dtype="bfloat16"`` for one.
         lib: a loaded library; None is the default one, loaded when the view is first used.
 
-        Raises: TypeError for another type, or two; ValueError for another layout, shapes that disagree, an
-        empty axis other than blocks, more blocks than an int32 can name, or strides that no view has.
+        Raises: TypeError for another type, or two; ValueError for another layout, shapes that
+        disagree, an empty axis other than blocks, more blocks than an int32 can name, or strides
+        that no view has.
         """
         fn = "KVView.from_arrays"
         if layout not in _LAYOUTS:
@@ -95,10 +115,16 @@ class KVView:
         if k.shape[:3] != v.shape[:3]:
             raise ValueError(f"{fn}: {shapes}; only the last axis may differ")
         if k.shape[0] > INT32_MAX or 0 in k.shape[1:] or 0 in v.shape[1:]:
-            raise ValueError(f"{fn}: {shapes}; blocks may be 0 .. {INT32_MAX}, and no other axis empty")
+            raise ValueError(
+                f"{fn}: {shapes}; blocks may be 0 .. {INT32_MAX}, and no other axis empty"
+            )
         steps = [*_steps(fn, "k", k), *_steps(fn, "v", v)]
-        struct = KvView(k.ctypes.data, v.ctypes.data, _CODES[held[0]], 0, *k.shape, v.shape[3], *steps)
-        return cls(struct, held[0], sides, lib=lib, writable=k.flags.writeable and v.flags.writeable)
+        struct = KvView(
+            k.ctypes.data, v.ctypes.data, _CODES[held[0]], 0, *k.shape, v.shape[3], *steps
+        )
+        return cls(
+            struct, held[0], sides, lib=lib, writable=k.flags.writeable and v.flags.writeable
+        )
 
     @property
     def n_blocks(self) -> int:
@@ -118,13 +144,13 @@ class KVView:
     def write_slots(self, slots: Any, k: Tensor, v: Tensor) -> None:
         """Writes K and V of T tokens into the slots an engine's own tables gave them.
 
-        slots: integers [T], block * block_size + offset, or -1 for a token that is skipped. k [T,Hkv,Dk] and
-        v [T,Hkv,Dv]: float32, which is rounded to the view's type, or that type itself; copied only where the
-        last axis is not contiguous.
+        slots: integers [T], block * block_size + offset, or -1 for a token that is skipped. k
+        [T,Hkv,Dk] and v [T,Hkv,Dv]: float32, which is rounded to the view's type, or that type
+        itself; copied only where the last axis is not contiguous.
 
-        Raises: TypeError for another type, or two; ValueError for a wrong shape, a slot that is not there or
-        is given twice, and for memory that is not written this way: read-only arrays, and a PagedKVCache,
-        which has ``append``; TlError (``TL_ENOMEM``). Nothing is written then.
+        Raises: TypeError for another type, or two; ValueError for a wrong shape, a slot that is not
+        there or is given twice, and for memory that is not written this way: read-only arrays, and
+        a PagedKVCache, which has ``append``; TlError (``TL_ENOMEM``). Nothing is written then.
         """
         fn = "KVView.write_slots"
         if not self._writable:
@@ -142,11 +168,19 @@ class KVView:
             pair.append((given, whole_rows(a)))
         (given, a), (other, b) = pair
         if given != other or given not in ("float32", self.dtype):
-            raise TypeError(f"{fn}: k is {given} and v {other}; both must be float32 or {self.dtype}")
+            raise TypeError(
+                f"{fn}: k is {given} and v {other}; both must be float32 or {self.dtype}"
+            )
         steps = [stride // side.itemsize for side in (a, b) for stride in side.strides[:2]]
         try:
             self._library().tl_kv_write_slots(
-                self._struct, i64_ptr(slots), len(slots), a.ctypes.data, b.ctypes.data, _CODES[given], *steps
+                self._struct,
+                i64_ptr(slots),
+                len(slots),
+                a.ctypes.data,
+                b.ctypes.data,
+                _CODES[given],
+                *steps,
             )
         except TlError as error:
             if error.status == TL_EINVAL:
@@ -162,7 +196,9 @@ class KVView:
             (s.v, s.head_dim_v, s.v_block_stride, s.v_head_stride, s.v_token_stride),
         )
         axes = (s.n_blocks, s.n_kv_heads, s.block_tokens)
-        k, v = (_strided(address, width, (*axes, dim), (*steps, 1)) for address, dim, *steps in sides)
+        k, v = (
+            _strided(address, width, (*axes, dim), (*steps, 1)) for address, dim, *steps in sides
+        )
         return k, v
 
     def _library(self) -> Lib:
@@ -185,7 +221,9 @@ def whole_rows(a: NDArray[Any]) -> NDArray[Any]:
     return np.array(a, order="C", subok=False)
 
 
-def _strided(address: int, width: int, shape: tuple[int, ...], steps: tuple[int, ...]) -> NDArray[Any]:
+def _strided(
+    address: int, width: int, shape: tuple[int, ...], steps: tuple[int, ...]
+) -> NDArray[Any]:
     """Memory as unsigned integers of ``width`` bytes; the step of an axis of one may be anything."""
     if 0 in shape:
         return np.empty(shape, f"u{width}")

@@ -1,22 +1,27 @@
 # SPDX-License-Identifier: MIT
 """The arithmetic of libtinyllm, numerics version 1, as runnable numpy: the definition of every bit.
 
-It shares no code with the C library, which must equal it bit for bit on every instruction set. Read it from
-top to bottom: one rounding (:func:`fma32`), exp, log and tanh, sixteen lanes, a row of attention, and then
-what the library exports.
+It shares no code with the C library, which must equal it bit for bit on every instruction set. Read
+it from top to bottom: one rounding (:func:`fma32`), exp, log and tanh, sixteen lanes, a row of
+attention, and then what the library exports.
 
 Words:
 
-- **lane**: one of sixteen float32, whatever the registers of the machine. ``fold`` makes one number of them.
-- **tile**: sixteen consecutive positions, [16 t, 16 t + 16); **split**: 1024 of them. Both are anchored at
-  absolute position 0 and depend on nothing else: no block size, batch, thread count or length reaches them.
-- **state**: what some positions contribute to a row, unnormalised: the largest score m, the sum L of
+- **lane**: one of sixteen float32, whatever the registers of the machine. ``fold`` makes one number
+of them.
+- **tile**: sixteen consecutive positions, [16 t, 16 t + 16); **split**: 1024 of them. Both are
+anchored at
+  absolute position 0 and depend on nothing else: no block size, batch, thread count or length
+  reaches them.
+- **state**: what some positions contribute to a row, unnormalised: the largest score m, the sum L
+of
   exp(s - m), and a[D], the sum of exp(s - m) * v.
 
-Every operation is one IEEE float32 operation rounded to nearest even, with subnormals kept; a multiply-add
-rounds once. Positions a row does not see and lanes past the head width are skipped, never multiplied by zero.
-A NaN result is written as 0x7FC00000. Arrays are float32 unless said otherwise; the exported functions raise
-TypeError for another dtype, nothing is cast.
+Every operation is one IEEE float32 operation rounded to nearest even, with subnormals kept; a
+multiply-add rounds once. Positions a row does not see and lanes past the head width are skipped,
+never multiplied by zero.
+A NaN result is written as 0x7FC00000. Arrays are float32 unless said otherwise; the exported
+functions raise TypeError for another dtype, nothing is cast.
 
 Everything works on many rows at once, in the leading axes: no row ever looks at another.
 """
@@ -46,11 +51,14 @@ ZERO: Final = np.float32(0)
 ONE: Final = np.float32(1)
 INF: Final = np.float32(np.inf)
 
-# Where a function below ignores floating-point errors, inf - inf and the like are part of the arithmetic.
+# Where a function below ignores floating-point errors, inf - inf and the like are part of the
+# arithmetic.
 
 
 def _hex(text: str) -> np.float32:
-    value: np.float32 = np.float32(float.fromhex(text))  # each of them is a float32: no rounding happens here
+    value: np.float32 = np.float32(
+        float.fromhex(text)
+    )  # each of them is a float32: no rounding happens here
     return value
 
 
@@ -100,23 +108,27 @@ def canonical(x: F32) -> F32:
     return np.where(np.isnan(x), NAN, x)
 
 
-# --- one rounding -------------------------------------------------------------------------------------------
+# --- one rounding
+# -------------------------------------------------------------------------------------------
 
 
 @np.errstate(all="ignore")
 def fma32(a: F32 | np.float32, b: F32 | np.float32, c: F32 | np.float32) -> F32:
     """a * b + c with one rounding to float32, elementwise with broadcasting.
 
-    The product of two float32 is exact in float64. Adding c may not be, but the error of that addition is a
-    float64 itself (TwoSum), so the sum can be rounded to odd: cut towards zero, with the last bit set where
-    anything was cut. Rounding that once more, to float32, gives what rounding the exact sum would: the last
-    bit keeps it off every tie that is not one, and float64 has more than the two spare bits this takes.
+    The product of two float32 is exact in float64. Adding c may not be, but the error of that
+    addition is a float64 itself (TwoSum), so the sum can be rounded to odd: cut towards zero, with
+    the last bit set where anything was cut. Rounding that once more, to float32, gives what
+    rounding the exact sum would: the last bit keeps it off every tie that is not one, and float64
+    has more than the two spare bits this takes.
     """
     product = np.multiply(a, b, dtype=np.float64)
     addend = np.asarray(c, dtype=np.float64)
     total = np.asarray(product + addend)
     part = total - product
-    error = (product - (total - part)) + (addend - part)  # product + addend == total + error, exactly
+    error = (product - (total - part)) + (
+        addend - part
+    )  # product + addend == total + error, exactly
 
     inexact = np.isfinite(total) & (error != 0)  # an infinity or NaN is already the result
     rounded_away = inexact & ((error < 0) != (total < 0))
@@ -130,7 +142,8 @@ def maximum(x: F32, y: F32) -> F32:
     return np.where(np.isnan(x) | (y <= x), x, y)
 
 
-# --- exp, log and tanh --------------------------------------------------------------------------------------
+# --- exp, log and tanh
+# --------------------------------------------------------------------------------------
 
 
 def _polynomial(x: F32, *coefficients: np.float32) -> F32:
@@ -145,8 +158,8 @@ def _polynomial(x: F32, *coefficients: np.float32) -> F32:
 def exp32(x: F32) -> F32:
     """e^x = 2^k * e^r with k = x * log2(e) rounded to an integer, ties to even, r the rest.
 
-    +inf above EXP_OVERFLOW; +0 wherever p * 2^k < 2^-126, p being the rounded polynomial; 1 at both zeros;
-    NaN at NaN.
+    +inf above EXP_OVERFLOW; +0 wherever p * 2^k < 2^-126, p being the rounded polynomial; 1 at both
+    zeros; NaN at NaN.
     """
     y = np.where((x >= EXP_LOWEST) & (x <= EXP_OVERFLOW), x, ZERO)
     k = np.rint(np.multiply(y, EXP_LOG2E, dtype=np.float64))  # the product is exact: one rounding
@@ -154,7 +167,9 @@ def exp32(x: F32) -> F32:
     r = fma32(n, -EXP_LN2_HI, y)
     r = fma32(n, -EXP_LN2_LO, r)
     p = _polynomial(r, EXP_C6, EXP_C5, EXP_C4, EXP_C3, EXP_C2, ONE, ONE)
-    scaled = np.ldexp(p.astype(np.float64), k.astype(np.int32))  # exact, and a float32 unless below 2^-126
+    scaled = np.ldexp(
+        p.astype(np.float64), k.astype(np.int32)
+    )  # exact, and a float32 unless below 2^-126
     result = np.where(scaled < 2.0**-126, ZERO, scaled.astype(np.float32))
 
     result = np.where(x < EXP_LOWEST, ZERO, result)
@@ -166,7 +181,8 @@ def exp32(x: F32) -> F32:
 def log32(x: F32) -> F32:
     """The natural logarithm: x = 2^e * f with f in [sqrt(1/2), sqrt(2)), log x = e * ln 2 + log f.
 
-    -inf at both zeros, +inf at +inf, NaN below zero and at NaN. (A row's L is never below 1, unless it is 0.)
+    -inf at both zeros, +inf at +inf, NaN below zero and at NaN. (A row's L is never below 1, unless
+    it is 0.)
     """
     ordinary = (x > 0) & (x < INF)
     y = np.where(ordinary, x, ONE)
@@ -187,7 +203,8 @@ def log32(x: F32) -> F32:
 
 @np.errstate(all="ignore")
 def tanh32(x: F32) -> F32:
-    """The hyperbolic tangent: an odd polynomial below TANH_SMALL, from there on 1 - 2 / (e^2a + 1), a = |x|.
+    """The hyperbolic tangent: an odd polynomial below TANH_SMALL, from there on 1 - 2 / (e^2a + 1),
+    a = |x|.
 
     The sign is that of x, zeros included; 1 for large x and +inf; NaN at NaN.
     """
@@ -199,7 +216,8 @@ def tanh32(x: F32) -> F32:
     return np.where(np.isnan(x), NAN, np.copysign(np.where(a < TANH_SMALL, small, large), x))
 
 
-# --- sixteen lanes ------------------------------------------------------------------------------------------
+# --- sixteen lanes
+# ------------------------------------------------------------------------------------------
 
 
 @np.errstate(all="ignore")
@@ -236,9 +254,11 @@ def soft_cap(s: F32, cap: np.float32) -> F32:
 
 @np.errstate(all="ignore")
 def add_alibi(s: F32, slope: F32, position: I64, j: I64) -> F32:
-    """s + slope * (j - position): scores s [R, n] of rows at ``position`` [R] with keys at j [n] of one tile.
+    """s + slope * (j - position): scores s [R, n] of rows at ``position`` [R] with keys at j [n] of
+    one tile.
 
-    The distance is that of the tile's first position, rounded to float32, plus the key's place in the tile.
+    The distance is that of the tile's first position, rounded to float32, plus the key's place in
+    the tile.
     """
     first = j[0] - j[0] % TILE
     to_tile = (first - position).astype(np.float32)
@@ -246,7 +266,8 @@ def add_alibi(s: F32, slope: F32, position: I64, j: I64) -> F32:
     return fma32(slope[:, None], distance, s)
 
 
-# --- a row of attention -------------------------------------------------------------------------------------
+# --- a row of attention
+# -------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -273,7 +294,9 @@ class State:
 
     @classmethod
     def empty(cls, rows: int, width: int) -> State:
-        return cls(np.full(rows, -INF), np.zeros(rows, np.float32), np.zeros((rows, width), np.float32))
+        return cls(
+            np.full(rows, -INF), np.zeros(rows, np.float32), np.zeros((rows, width), np.float32)
+        )
 
 
 @np.errstate(all="ignore")
@@ -283,7 +306,9 @@ def absorb_tile(run: Running, s: F32, seen: Bool, v: F32) -> None:
     m = run.m
     for j in columns:
         m = np.where(seen[:, j], maximum(m, s[:, j]), m)
-    seen = seen & (m != -INF)[:, None]  # nothing but -inf so far: the tile leaves the state as it is
+    seen = (
+        seen & (m != -INF)[:, None]
+    )  # nothing but -inf so far: the tile leaves the state as it is
 
     rises = (m > run.m) | np.isnan(m)
     alpha = exp32(run.m - m)[:, None]
@@ -310,7 +335,9 @@ def merge(x: State, y: State) -> State:
 
 def choose(row: Bool, yes: State, no: State) -> State:
     """Row by row, one state or the other."""
-    return State(np.where(row, yes.m, no.m), np.where(row, yes.L, no.L), np.where(row[:, None], yes.a, no.a))
+    return State(
+        np.where(row, yes.m, no.m), np.where(row, yes.L, no.L), np.where(row[:, None], yes.a, no.a)
+    )
 
 
 @np.errstate(all="ignore")
@@ -341,10 +368,11 @@ def finish(state: State) -> tuple[F32, F32]:
 
 
 def attend(score_tile: Callable[[int, int], F32], v: F32, low: I64, high: I64) -> State:
-    """R rows over one KV head: row i sees positions low[i] .. high[i] - 1. Split states merge left to right.
+    """R rows over one KV head: row i sees positions low[i] .. high[i] - 1. Split states merge left
+    to right.
 
-    v: [n, D], v[j] at absolute position j. ``score_tile(j, end)`` gives the scores [R, end - j] of positions
-    j .. end - 1; what it says of positions a row does not see is ignored.
+    v: [n, D], v[j] at absolute position j. ``score_tile(j, end)`` gives the scores [R, end - j] of
+    positions j .. end - 1; what it says of positions a row does not see is ignored.
     """
     rows, width = len(low), v.shape[1]
     state = State.empty(rows, width)
@@ -370,14 +398,17 @@ def visible(position: int, n_keys: int, causal: bool, window: int) -> tuple[int,
     return min(low, n_keys), high
 
 
-# --- attention, as exported ---------------------------------------------------------------------------------
+# --- attention, as exported
+# ---------------------------------------------------------------------------------
 
 
 @dataclass
 class Rows:
-    """R rows of any heads that read the same KV head: q [R, D], what each sees, a sink logit each or none.
+    """R rows of any heads that read the same KV head: q [R, D], what each sees, a sink logit each
+    or none.
 
-    slope: what alibi multiplies the distance to a key by, each or none; ``position`` is where the rows stand.
+    slope: what alibi multiplies the distance to a key by, each or none; ``position`` is where the
+    rows stand.
     """
 
     q: F32
@@ -433,21 +464,31 @@ def paged_attn(
 ) -> tuple[F32, F32]:
     """``tl_paged_attn_f32``: (out [total_q, H, Dv], lse [total_q, H]), float32.
 
-    q: float32 [total_q, H, Dk]. k_blocks [n_blocks, Hkv, b, Dk] and v_blocks [n_blocks, Hkv, b, Dv]:
-    float16, float32, or bfloat16 as uint16. block_tables: integers [B, n]. ctx_lens: integers [B].
-    cu_seqlens_q: integers [B + 1]; None is a row each. Row i of a sequence stands at ctx_len - q_len + i.
-    Only table entries that hold a visible position are looked at. ValueError: shapes that disagree, a context
-    or needed entry out of range.
+    q: float32 [total_q, H, Dk]. k_blocks [n_blocks, Hkv, b, Dk] and v_blocks [n_blocks, Hkv, b,
+    Dv]: float16, float32, or bfloat16 as uint16. block_tables: integers [B, n]. ctx_lens: integers
+    [B].
+    cu_seqlens_q: integers [B + 1]; None is a row each. Row i of a sequence stands at ctx_len -
+    q_len + i.
+    Only table entries that hold a visible position are looked at. ValueError: shapes that disagree,
+    a context or needed entry out of range.
     """
     require(q, np.float32, "q")
     n_blocks, kv_heads, block_tokens, width = k_blocks.shape
     heads = q.shape[1]
     if q.shape[2] != width or v_blocks.shape[:3] != k_blocks.shape[:3] or heads % kv_heads:
         raise ValueError(f"shapes disagree: q {q.shape}, k {k_blocks.shape}, v {v_blocks.shape}")
-    sinks, slopes = per_head(sink_logits, heads, "sink_logits"), per_head(alibi_slopes, heads, "alibi_slopes")
+    sinks, slopes = (
+        per_head(sink_logits, heads, "sink_logits"),
+        per_head(alibi_slopes, heads, "alibi_slopes"),
+    )
     batch, group = len(ctx_lens), heads // kv_heads
     starts = np.arange(batch + 1) if cu_seqlens_q is None else np.asarray(cu_seqlens_q, np.int64)
-    if len(starts) != batch + 1 or starts[0] != 0 or starts[-1] != len(q) or (np.diff(starts) < 0).any():
+    if (
+        len(starts) != batch + 1
+        or starts[0] != 0
+        or starts[-1] != len(q)
+        or (np.diff(starts) < 0).any()
+    ):
         raise ValueError(f"cu_seqlens_q: {starts} for {batch} sequences and {len(q)} rows")
 
     out = np.empty((len(q), heads, v_blocks.shape[3]), np.float32)
@@ -456,7 +497,9 @@ def paged_attn(
         rows = slice(int(starts[s]), int(starts[s + 1]))
         n_rows, n, table = rows.stop - rows.start, int(ctx_lens[s]), np.asarray(block_tables[s])
         if not n_rows <= n <= len(table) * block_tokens or (cu_seqlens_q is None and n < 1):
-            raise ValueError(f"sequence {s}: {n_rows} rows, {n} in {len(table)} blocks of {block_tokens}")
+            raise ValueError(
+                f"sequence {s}: {n_rows} rows, {n} in {len(table)} blocks of {block_tokens}"
+            )
         if n_rows == 0:
             continue
         position = np.arange(n - n_rows, n)
@@ -499,8 +542,9 @@ def paged_attn_decode(
     """``tl_paged_attn_decode_f32`` on one layer: out, float32 [B, H, D].
 
     q: float32 [B, H, D]; k_blocks, v_blocks: float16 [n_blocks, Hkv, b, D]; block_tables: integers
-    [B, max_blocks]; ctx_lens: integers [B], the newest position included. Only table entries that hold a
-    visible position are looked at. ValueError: shapes that disagree, a context or needed entry out of range.
+    [B, max_blocks]; ctx_lens: integers [B], the newest position included. Only table entries that
+    hold a visible position are looked at. ValueError: shapes that disagree, a context or needed
+    entry out of range.
     """
     require(k_blocks, np.float16, "k_blocks")
     require(v_blocks, np.float16, "v_blocks")
@@ -523,14 +567,19 @@ def flash_attn_fwd(
 ) -> tuple[F32, F32]:
     """``tl_flash_attn_fwd_f32``: (o [B, H, Tq, D], lse [B, H, Tq]), float32.
 
-    q: float32 [B, H, Tq, D], row i at position q_offset + i; k, v: float32 [B, Hkv, Tk, D], key j at position
-    j; sink_logits: float32 [H] or None. ValueError: shapes that disagree.
+    q: float32 [B, H, Tq, D], row i at position q_offset + i; k, v: float32 [B, Hkv, Tk, D], key j
+    at position j; sink_logits: float32 [H] or None. ValueError: shapes that disagree.
     """
     for name, array in (("q", q), ("k", k), ("v", v)):
         require(array, np.float32, name)
     batch, heads, n_rows, width = q.shape
     kv_batch, kv_heads, n_keys, kv_width = k.shape
-    if k.shape != v.shape or (kv_batch, kv_width) != (batch, width) or kv_heads < 1 or heads % kv_heads:
+    if (
+        k.shape != v.shape
+        or (kv_batch, kv_width) != (batch, width)
+        or kv_heads < 1
+        or heads % kv_heads
+    ):
         raise ValueError(f"shapes disagree: q {q.shape}, k {k.shape}, v {v.shape}")
     per_head(sink_logits, heads, "sink_logits")
     group = heads // kv_heads
@@ -549,18 +598,22 @@ def flash_attn_fwd(
     return o, lse
 
 
-# --- softmax and exp, as exported ---------------------------------------------------------------------------
+# --- softmax and exp, as exported
+# ---------------------------------------------------------------------------
 
 
 @np.errstate(all="ignore")
 def softmax(x: F32) -> F32:
-    """``tl_softmax_f32`` on float32 [rows, cols]: maximum, sum in lanes by column mod 16, times 1 / sum.
+    """``tl_softmax_f32`` on float32 [rows, cols]: maximum, sum in lanes by column mod 16, times 1 /
+    sum.
 
     A row of -inf gives zeros; a row with NaN or +inf is NaN throughout.
     """
     require(x, np.float32, "x")
     rows, cols = x.shape
-    m = np.max(x, axis=1, initial=-INF)  # NaN if any is; of two zeros either one, which no result shows
+    m = np.max(
+        x, axis=1, initial=-INF
+    )  # NaN if any is; of two zeros either one, which no result shows
     p = exp32(x - m[:, None])
     lanes = np.zeros((rows, LANES), np.float32)
     for j in range(0, cols, LANES):
@@ -576,7 +629,9 @@ def softmax_online(x: F32) -> F32:
     run = Running.empty(rows, 0)
     for j in range(0, cols, TILE):
         tile = x[:, j : j + TILE]
-        absorb_tile(run, tile, np.ones(tile.shape, np.bool_), np.zeros((tile.shape[1], 0), np.float32))
+        absorb_tile(
+            run, tile, np.ones(tile.shape, np.bool_), np.zeros((tile.shape[1], 0), np.float32)
+        )
     return _normalised(run.m, exp32(x - run.m[:, None]), run.lanes)
 
 
@@ -590,15 +645,19 @@ def expf(x: F32) -> F32:
     return exp32(require(x, np.float32, "x"))
 
 
-# --- small formats ------------------------------------------------------------------------------------------
+# --- small formats
+# ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Format:
-    """A binary float format whose codes are ``bits`` wide: a sign, an exponent field, ``fraction`` bits.
+    """A binary float format whose codes are ``bits`` wide: a sign, an exponent field, ``fraction``
+    bits.
 
-    Numbers of exponent e are integers times the quantum 2^(e - fraction), and emin is the least e there is.
-    Codes rise with the values, so a rounding that carries to the next exponent lands on the right code.
+    Numbers of exponent e are integers times the quantum 2^(e - fraction), and emin is the least e
+    there is.
+    Codes rise with the values, so a rounding that carries to the next exponent lands on the right
+    code.
     """
 
     bits: int
@@ -633,7 +692,9 @@ class Format:
         field = magnitude >> self.fraction
         quanta = (magnitude & ((1 << self.fraction) - 1)) + (np.minimum(field, 1) << self.fraction)
         exponent = self.emin + np.maximum(field, 1) - 1 - self.fraction
-        value: F32 = np.ldexp(quanta.astype(np.float64), exponent.astype(np.int32)).astype(np.float32)
+        value: F32 = np.ldexp(quanta.astype(np.float64), exponent.astype(np.int32)).astype(
+            np.float32
+        )
         value = np.where(magnitude > self.largest, NAN, value)
         if self.infinity is not None:
             value = np.where(magnitude == self.infinity, INF, value)

@@ -20,16 +20,16 @@ class ThreadPool:
     """``n`` threads, the caller among them; 0 means the CPUs this process may run on.
 
     Results have the same bits on any number of threads.
-    A forked child may go on using a pool it inherited: the work then runs on the child's calling thread. Two
-    Python threads may use one pool; the second waits.
+    A forked child may go on using a pool it inherited: the work then runs on the child's calling
+    thread. Two Python threads may use one pool; the second waits.
 
     >>> with ThreadPool(4) as pool:
     ...     out = paged_attention_decode(q, cache, ["a", "b"], layer=0, threads=pool)
 
     lib: a loaded library; None is the default one.
 
-    Raises: TypeError for an ``n`` that is no integer, ValueError outside 0 .. 4096, TlError where a thread
-    cannot be started.
+    Raises: TypeError for an ``n`` that is no integer, ValueError outside 0 .. 4096, TlError where a
+    thread cannot be started.
     """
 
     def __init__(self, n: int = 0, *, lib: Lib | None = None) -> None:
@@ -46,7 +46,8 @@ class ThreadPool:
             return int(self._lib.tl_pool_threads(pool))
 
     def close(self) -> None:
-        """Joins the threads; nothing happens the second time. Using the pool then raises ClosedError.
+        """Joins the threads; nothing happens the second time. Using the pool then raises
+        ClosedError.
 
         Raises: RuntimeError while another thread is using the pool.
         """
@@ -72,13 +73,14 @@ def _create(lib: Lib, n: int) -> int:
 _shared: dict[tuple[Lib, int], ThreadPool] = {}
 _CALLER: AbstractContextManager[int | None] = nullcontext()
 
-# A forked child has none of its parent's workers: it makes pools of its own when it asks for threads.
+# A forked child has none of its parent's workers: it makes pools of its own when it asks for
+# threads.
 os.register_at_fork(after_in_child=_shared.clear)
 
 
 def handle_of(fn: str, threads: Any, lib: Lib) -> AbstractContextManager[int | None]:
-    """What ``threads`` means to a kernel: a context that gives the ``tl_pool *``, or None for the calling
-    thread.
+    """What ``threads`` means to a kernel: a context that gives the ``tl_pool *``, or None for the
+    calling thread.
 
     A count stands for one pool per process, made when it is first asked for.
     """
@@ -91,7 +93,9 @@ def handle_of(fn: str, threads: Any, lib: Lib) -> AbstractContextManager[int | N
     try:
         n = integer(fn, "threads", threads, 0, TL_POOL_MAX_THREADS)
     except TypeError:
-        raise TypeError(f"{fn}: threads must be None, a count or a ThreadPool, not {threads!r}") from None
+        raise TypeError(
+            f"{fn}: threads must be None, a count or a ThreadPool, not {threads!r}"
+        ) from None
     if n == 1:
         return _CALLER
     pool = _shared.get((lib, n))

@@ -43,7 +43,12 @@ def run_python(lib: Lib) -> RunPython:
     """Runs a program in a fresh interpreter that sees the package and the same library; a minute at most."""
 
     def run(code: str, **env: str) -> subprocess.CompletedProcess[str]:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT / "python"), "TINYLLM_LIB": str(lib.path), **env}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT / "python"),
+            "TINYLLM_LIB": str(lib.path),
+            **env,
+        }
         return subprocess.run(
             [sys.executable, "-X", "faulthandler", "-c", code],
             env=environment, capture_output=True, text=True, timeout=60, check=False,
@@ -54,8 +59,8 @@ def run_python(lib: Lib) -> RunPython:
 
 @pytest.fixture
 def run_silently(run_python: RunPython) -> Callable[..., str]:
-    """``run_python`` for programs that must end with status 0 and nothing on stderr; gives what they
-    print."""
+    """``run_python`` for programs that must end with status 0 and nothing on stderr; gives what
+    they print."""
 
     def run(code: str, **env: str) -> str:
         done = run_python(code, **env)

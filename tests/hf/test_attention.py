@@ -21,7 +21,9 @@ class Layer(torch.nn.Module):
     is_causal = True
 
 
-def qkv(n_batch: int = 2, n_columns: int = 6, dtype: torch.dtype = torch.float32) -> tuple[Any, Any, Any]:
+def qkv(
+    n_batch: int = 2, n_columns: int = 6, dtype: torch.dtype = torch.float32
+) -> tuple[Any, Any, Any]:
     """[B,H,T,D] views of [B,T,H,D] memory, as a layer gives them."""
     generator = torch.Generator().manual_seed(0)
     return tuple(  # type: ignore[return-value]
@@ -30,7 +32,8 @@ def qkv(n_batch: int = 2, n_columns: int = 6, dtype: torch.dtype = torch.float32
     )
 
 
-# --- memory -------------------------------------------------------------------------------------------------
+# --- memory
+# -------------------------------------------------------------------------------------------------
 
 
 def test_queries_and_keys_are_read_where_they_are() -> None:
@@ -42,7 +45,9 @@ def test_queries_and_keys_are_read_where_they_are() -> None:
 
 
 @pytest.mark.parametrize("n_columns", [1, 6])
-def test_an_append_copies_nothing_on_the_way(n_columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_append_copies_nothing_on_the_way(
+    n_columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of what a model hands over, the pool's own function gets the addresses."""
     (model,) = models("llama", "tinyllm")
     offered: list[int] = []
@@ -104,7 +109,12 @@ def test_the_bits_are_those_of_the_decode_call() -> None:
         k, v = cache.update(k, v, 0)
         out, _ = attention(Layer(), q, k, v, None, scaling=0.3, sliding_window=4)
         row = tinyllm.paged_attention_decode(
-            np.ascontiguousarray(q[:, :, -1].numpy()), cache.kv, cache.seq_ids, 0, scale=0.3, window=4
+            np.ascontiguousarray(q[:, :, -1].numpy()),
+            cache.kv,
+            cache.seq_ids,
+            0,
+            scale=0.3,
+            window=4,
         )
     np.testing.assert_array_equal(out[:, -1].numpy(), row)
 
@@ -131,7 +141,9 @@ def test_a_layer_goes_by_its_own_mask() -> None:
     assert lengths == [[6, 6], [6, 4]]
 
 
-def test_attention_runs_on_as_many_threads_as_torch_or_as_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_runs_on_as_many_threads_as_torch_or_as_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked: list[Any] = []
     real = rows.paged_attention
 
@@ -151,7 +163,8 @@ def test_attention_runs_on_as_many_threads_as_torch_or_as_said(monkeypatch: pyte
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
-# --- refusals -----------------------------------------------------------------------------------------------
+# --- refusals
+# -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -162,7 +175,11 @@ def test_attention_runs_on_as_many_threads_as_torch_or_as_said(monkeypatch: pyte
         ({"position_bias": torch.zeros(1)}, ValueError, "position_bias was given"),
         ({"head_mask": torch.zeros(1)}, ValueError, "head_mask was given"),
         ({"output_attentions": True}, ValueError, "output_attentions was given"),
-        ({"cu_seq_lens_q": torch.tensor([0, 6])}, ValueError, "cu_seq_lens_q was given.*forward_packed"),
+        (
+            {"cu_seq_lens_q": torch.tensor([0, 6])},
+            ValueError,
+            "cu_seq_lens_q was given.*forward_packed",
+        ),
         ({"cu_seq_lens_k": torch.tensor([0, 6])}, ValueError, "cu_seq_lens_k was given"),
         (
             {"attention_mask": torch.zeros(2, 1, 6, 6)},
@@ -234,20 +251,25 @@ def test_another_name_can_be_registered() -> None:
         assert generate(model, padded(prompts(5)), cache, n=2).sequences.shape == (1, 7)
 
 
-# --- masks --------------------------------------------------------------------------------------------------
+# --- masks
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_static_cache_is_refused() -> None:
     (model,) = models("llama", "tinyllm")
     with pytest.raises(ValueError, match="as in a static cache"):
-        generate(model, padded(prompts(5)), n=2, cache_implementation="static", disable_compile=True)
+        generate(
+            model, padded(prompts(5)), n=2, cache_implementation="static", disable_compile=True
+        )
 
 
 def test_bidirectional_masks_are_refused() -> None:
     from transformers.masking_utils import bidirectional_mask_function
 
     with pytest.raises(ValueError, match="neither causal nor a sliding window"):
-        padding_mask(batch_size=1, kv_length=4, q_length=4, mask_function=bidirectional_mask_function)
+        padding_mask(
+            batch_size=1, kv_length=4, q_length=4, mask_function=bidirectional_mask_function
+        )
 
 
 def test_a_mask_of_a_modality_is_refused() -> None:
@@ -272,7 +294,9 @@ def test_sequences_packed_into_a_row_are_refused_without_a_batch(kind: str) -> N
     positions = torch.tensor([[0, 1, 2, 0, 1]])
     with (
         torch.no_grad(),
-        pytest.raises(ValueError, match=r"packed into one row go through tinyllm\.hf\.forward_packed"),
+        pytest.raises(
+            ValueError, match=r"packed into one row go through tinyllm\.hf\.forward_packed"
+        ),
     ):
         model(torch.tensor(prompts(5)), position_ids=positions, use_cache=False)
 
@@ -284,6 +308,8 @@ def test_masks_of_pairs_are_refused() -> None:
 
 
 def test_a_model_asked_for_weights_says_that_there_are_none() -> None:
-    model = AutoModelForCausalLM.from_config(config_of("llama"), attn_implementation="tinyllm").eval()
+    model = AutoModelForCausalLM.from_config(
+        config_of("llama"), attn_implementation="tinyllm"
+    ).eval()
     with torch.no_grad(), pytest.raises(ValueError, match=r"attn_implementation|output_attentions"):
         model(torch.tensor(prompts(5)), output_attentions=True)

@@ -42,11 +42,14 @@ def content(cache: PagedCache) -> list[bytes]:
     return [a.tobytes() for s in cache.seq_ids for i in layers for a in cache.kv.gather(s, i)]
 
 
-# --- crop, copies, repeated rows ----------------------------------------------------------------------------
+# --- crop, copies, repeated rows
+# ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("n", "left"), [(-3, 6), (6, 6), (0, 9), (-9, 0), (-20, 0), (30, 9)])
-def test_crop_takes_columns_away_and_keeps_the_rest(model: Any, cache: PagedCache, n: int, left: int) -> None:
+def test_crop_takes_columns_away_and_keeps_the_rest(
+    model: Any, cache: PagedCache, n: int, left: int
+) -> None:
     (sequence,) = prompts(9)
     read(model, cache, [sequence])
     cache.crop(n)
@@ -79,7 +82,9 @@ def test_a_copy_shares_blocks_and_goes_its_own_way(model: Any, cache: PagedCache
         assert torch.equal(
             generate(model, inputs, own, n=4).sequences, generate(model, inputs, n=4).sequences
         )
-    assert used(cache) == 2 + 2 + 2  # two blocks of the prompt are full; the third each of them copied
+    assert (
+        used(cache) == 2 + 2 + 2
+    )  # two blocks of the prompt are full; the third each of them copied
     del twin, own
     gc.collect()
     assert used(cache) == 2 + 2
@@ -123,11 +128,15 @@ def test_rows_can_be_chosen(model: Any, cache: PagedCache) -> None:
 
 def test_a_reset_cache_takes_another_batch(model: Any, cache: PagedCache) -> None:
     read(model, cache, prompts(9, 9, 9))
-    with pytest.raises(ValueError, match=r"a forward of 1 sequences, and the cache holds 3: reset\(\)"):
+    with pytest.raises(
+        ValueError, match=r"a forward of 1 sequences, and the cache holds 3: reset\(\)"
+    ):
         read(model, cache, prompts(1), attention_mask=None)
     cache.reset()
     assert used(cache) == 0 and cache.seq_ids == []
-    assert torch.equal(read(model, cache, prompts(7)), read(model, PagedCache(model.config), prompts(7)))
+    assert torch.equal(
+        read(model, cache, prompts(7)), read(model, PagedCache(model.config), prompts(7))
+    )
 
 
 def test_a_collected_cache_gives_its_blocks_back(model: Any, cache: PagedCache) -> None:
@@ -140,7 +149,8 @@ def test_a_collected_cache_gives_its_blocks_back(model: Any, cache: PagedCache) 
     assert kv.stats()["used"] == 0
 
 
-# --- what goes wrong ----------------------------------------------------------------------------------------
+# --- what goes wrong
+# ----------------------------------------------------------------------------------------
 
 
 def test_a_pool_too_small_says_how_large_and_leaves_the_cache_as_it_was(model: Any) -> None:
@@ -149,7 +159,8 @@ def test_a_pool_too_small_says_how_large_and_leaves_the_cache_as_it_was(model: A
         read(model, cache, [first])
         before = content(cache)
         with pytest.raises(
-            OutOfBlocks, match=r"1 sequences of up to 39 positions take up to 10 blocks of 4; the pool has 6"
+            OutOfBlocks,
+            match=r"1 sequences of up to 39 positions take up to 10 blocks of 4; the pool has 6",
         ):
             read(model, cache, [second], attention_mask=None)
         assert content(cache) == before and cache.columns == [9] * 4
@@ -158,14 +169,18 @@ def test_a_pool_too_small_says_how_large_and_leaves_the_cache_as_it_was(model: A
             generate(model, inputs, cache, n=3).sequences, generate(model, inputs, n=3).sequences
         )
         cache.reset()
-        with pytest.raises(OutOfBlocks, match="2 sequences of up to 15 positions take up to 8 blocks"):
+        with pytest.raises(
+            OutOfBlocks, match="2 sequences of up to 15 positions take up to 8 blocks"
+        ):
             read(model, cache, prompts(15, 15))
         assert used(cache) == 0 and cache.seq_ids == []
 
 
 def test_a_model_with_another_attention_is_noticed(cache: PagedCache) -> None:
     (eager,) = models("llama", "eager")
-    with pytest.raises(RuntimeError, match=r"nobody took the keys of layer 0.*set_attn_implementation"):
+    with pytest.raises(
+        RuntimeError, match=r"nobody took the keys of layer 0.*set_attn_implementation"
+    ):
         read(eager, cache, prompts(5))
 
 
@@ -211,7 +226,14 @@ def test_sizes_are_positive_integers(size: str, value: Any) -> None:
     ("own", "what"),
     [
         (
-            {"layer_types": ["full_attention", "chunked_attention", "linear_attention", "full_attention"]},
+            {
+                "layer_types": [
+                    "full_attention",
+                    "chunked_attention",
+                    "linear_attention",
+                    "full_attention",
+                ]
+            },
             "chunked",
         ),
         ({"num_kv_shared_layers": 2}, "2 layers share the keys of others"),

@@ -11,7 +11,11 @@ from tiny import CACHE, KINDS, apart, apart_from, generate, models, padded, prom
 from tinyllm.hf import PagedCache
 
 ROUNDED = 1e-3  # of the largest logit; 2e-4 was seen
-PROMPTS = {"alone": prompts(11), "of one length": prompts(9, 9, 9), "left-padded": prompts(7, 13, 2)}
+PROMPTS = {
+    "alone": prompts(11),
+    "of one length": prompts(9, 9, 9),
+    "left-padded": prompts(7, 13, 2),
+}
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -32,7 +36,9 @@ def test_tokens_are_those_of_attention_over_rounded_keys(trio: list[Any], batch:
     with PagedCache(model.config, num_blocks=64, block_size=4) as cache:
         got = generate(model, inputs, cache)
         assert torch.equal(got.sequences, wanted.sequences)
-        assert len(set(got.sequences[0, -12:].tolist())) > 3, "a model that repeats itself shows little"
+        assert len(set(got.sequences[0, -12:].tolist())) > 3, (
+            "a model that repeats itself shows little"
+        )
         assert apart(got, wanted) < ROUNDED
         assert apart_from(eager, inputs, got) < 5e-2  # what float16 keys and values change
         assert cache.columns == [inputs["input_ids"].shape[1] + 11] * 4
@@ -56,7 +62,9 @@ def test_without_a_cache_logits_are_those_of_eager(trio: list[Any], batch: str) 
     with torch.no_grad():
         got, wanted = (m(**inputs, use_cache=False).logits for m in (model, eager))
     seen = inputs["attention_mask"].bool()
-    torch.testing.assert_close(got[seen], wanted[seen], rtol=0, atol=2e-5 * float(wanted.abs().max()))
+    torch.testing.assert_close(
+        got[seen], wanted[seen], rtol=0, atol=2e-5 * float(wanted.abs().max())
+    )
 
 
 @pytest.mark.parametrize("batch", ["of one length", "left-padded"])
@@ -65,17 +73,21 @@ def test_beams_are_those_of_attention_over_rounded_keys(trio: list[Any], batch: 
     inputs = padded(PROMPTS[batch])
     wanted = exact16.generate(**inputs, num_beams=3, do_sample=False, max_new_tokens=10)
     with PagedCache(model.config, num_blocks=128, block_size=4) as cache:
-        got = model.generate(**inputs, num_beams=3, do_sample=False, max_new_tokens=10, **{CACHE: cache})
+        got = model.generate(
+            **inputs, num_beams=3, do_sample=False, max_new_tokens=10, **{CACHE: cache}
+        )
         assert torch.equal(got, wanted)
         separate = sum(-(-cache.kv.seq_len(s) // 4) for s in cache.seq_ids)
-        assert len(cache.seq_ids) == 3 * len(inputs["input_ids"]) and used(cache) < separate  # beams share
+        assert (
+            len(cache.seq_ids) == 3 * len(inputs["input_ids"]) and used(cache) < separate
+        )  # beams share
         cache.reset()
         assert used(cache) == 0
 
 
 def test_prompt_lookup_takes_back_what_was_not_accepted(trio: list[Any]) -> None:
-    """Against plain greedy decoding: some versions of transformers cannot crop their own windowed cache, and
-    the oldest goes one token too far."""
+    """Against plain greedy decoding: some versions of transformers cannot crop their own windowed
+    cache, and the oldest goes one token too far."""
     model, exact16, _ = trio
     period = prompts(5)[0]
     inputs = padded([period * 3])
@@ -83,7 +95,9 @@ def test_prompt_lookup_takes_back_what_was_not_accepted(trio: list[Any]) -> None
     with PagedCache(model.config, num_blocks=32, block_size=4) as cache:
         crops = []
         crop, cache.crop = cache.crop, lambda n: (crops.append(n), crop(n))
-        got = generate(model, inputs, cache, n=20, prompt_lookup_num_tokens=3, eos_token_id=96).sequences
+        got = generate(
+            model, inputs, cache, n=20, prompt_lookup_num_tokens=3, eos_token_id=96
+        ).sequences
         assert torch.equal(got[:, : wanted.shape[1]], wanted)
         assert crops and len(set(cache.columns)) == 1
         cache.reset()

@@ -32,7 +32,10 @@ def packed_logits(model: Any, texts: dict[int, list[int]]) -> dict[int, list[Any
     with new_kv(model.config, num_blocks=256, block_size=4) as kv:
         for i in texts:
             kv.add_seq(i)
-        forwards = [forward_packed(model, kv, texts), forward_packed(model, kv, {i: [7] for i in texts})]
+        forwards = [
+            forward_packed(model, kv, texts),
+            forward_packed(model, kv, {i: [7] for i in texts}),
+        ]
         return {i: [logits[place] for logits in forwards] for place, i in enumerate(texts)}
 
 
@@ -88,9 +91,14 @@ def test_packed_and_padded_have_the_same_bits() -> None:
 def test_in_bfloat16_too() -> None:
     (model,) = models("llama", "tinyllm", **ODD)
     model = make_batch_invariant(model.to(torch.bfloat16))
-    together = [[x.float() for x in steps] for steps in packed_logits(model, dict(enumerate(EIGHT))).values()]
+    together = [
+        [x.float() for x in steps]
+        for steps in packed_logits(model, dict(enumerate(EIGHT))).values()
+    ]
     for i, text in enumerate(EIGHT):
-        assert same([x.float() for x in packed_logits(model, {i: text})[i]], together[i]), f"sequence {i}"
+        assert same([x.float() for x in packed_logits(model, {i: text})[i]], together[i]), (
+            f"sequence {i}"
+        )
 
 
 def test_without_it_logits_agree_to_rounding_only(capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,17 +107,23 @@ def test_without_it_logits_agree_to_rounding_only(capsys: pytest.CaptureFixture[
     together = packed_logits(model, dict(enumerate(EIGHT)))
     alone = {i: packed_logits(model, {i: text})[i] for i, text in enumerate(EIGHT)}
     for i, steps in alone.items():
-        torch.testing.assert_close(steps, together[i], rtol=0, atol=1e-2 * float(steps[0].abs().max()))
+        torch.testing.assert_close(
+            steps, together[i], rtol=0, atol=1e-2 * float(steps[0].abs().max())
+        )
     n = sum(not same(alone[i], together[i]) for i in alone)
     with capsys.disabled():
-        print(f"\n(without make_batch_invariant {n} of {len(EIGHT)} sequences have other bits alone)")
+        print(
+            f"\n(without make_batch_invariant {n} of {len(EIGHT)} sequences have other bits alone)"
+        )
 
 
 def uncapped(kind: str) -> dict[str, Any]:
     return {"final_logit_softcapping": None} if kind == "gemma2" else {}
 
 
-def test_norms_tables_and_activations_see_pieces_of_one_size_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_norms_tables_and_activations_see_pieces_of_one_size_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     (model,) = models("qwen3", "tinyllm", **ODD)
     kinds = {type(m) for m in make_batch_invariant(model).modules() if "forward" in vars(m)}
     seen: dict[str, set[tuple[int, ...]]] = {}
@@ -129,7 +143,8 @@ def test_norms_tables_and_activations_see_pieces_of_one_size_only(monkeypatch: p
     assert list(seen.values()) == [{(8192,)}]
 
 
-# --- what it does to a model --------------------------------------------------------------------------------
+# --- what it does to a model
+# --------------------------------------------------------------------------------
 
 
 def test_results_are_those_of_the_plain_model() -> None:
@@ -182,15 +197,20 @@ def test_capped_logits_are_refused() -> None:
 def test_frequencies_that_follow_the_longest_sequence_are_refused() -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     (model,) = models("llama", "tinyllm", rope_parameters=rope)
-    with pytest.raises(ValueError, match="rotary_emb: dynamic frequencies follow the longest sequence"):
+    with pytest.raises(
+        ValueError, match="rotary_emb: dynamic frequencies follow the longest sequence"
+    ):
         make_batch_invariant(model)
 
 
-# --- the linear layer ---------------------------------------------------------------------------------------
+# --- the linear layer
+# ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("shape", [(33,), (1, 33), (5, 33), (16, 33), (2, 17, 33), (0, 33), (2, 3, 4, 33)])
+@pytest.mark.parametrize(
+    "shape", [(33,), (1, 33), (5, 33), (16, 33), (2, 17, 33), (0, 33), (2, 3, 4, 33)]
+)
 def test_a_layer_computes_what_it_did(shape: tuple[int, ...], bias: bool) -> None:
     plain = nn.Linear(33, 17, bias=bias)
     x = torch.randn(shape)
@@ -211,7 +231,9 @@ def test_a_row_has_its_bits_at_every_place_among_any_rows(threads: int) -> None:
         assert len(seen) == 1
 
 
-def test_where_places_of_a_tile_disagree_every_row_gets_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_places_of_a_tile_disagree_every_row_gets_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def uneven(self: FixedTileLinear, tile: Any) -> Any:
         return tile @ self.weight.t() + torch.arange(len(tile))[:, None]
 

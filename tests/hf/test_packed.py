@@ -40,7 +40,9 @@ def serve(model: Any, kv: Any, texts: list[list[int]], n_new: int, budget: int) 
 def test_tokens_are_those_of_generate_one_by_one(kind: str, budget: int) -> None:
     model, exact16 = models(kind, "tinyllm", "exact16")
     texts = prompts(5, 11, 17, 3)
-    wanted = [generate(exact16, padded([text]), n=8).sequences[0, len(text) :].tolist() for text in texts]
+    wanted = [
+        generate(exact16, padded([text]), n=8).sequences[0, len(text) :].tolist() for text in texts
+    ]
     with new_kv(model.config, num_blocks=64, block_size=4) as kv:
         assert serve(model, kv, texts, 8, budget) == wanted
         assert kv.stats()["used"] == 0

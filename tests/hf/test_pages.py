@@ -47,7 +47,10 @@ def test_the_example_serves_the_tokens_of_generate(options: list[str]) -> None:
 
 
 def test_the_package_does_not_load_torch() -> None:
-    done = run("-c", "import sys, tinyllm; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)")
+    done = run(
+        "-c",
+        "import sys, tinyllm; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)",
+    )
     assert done.returncode == 0, done.stderr
 
 

@@ -41,7 +41,9 @@ def model(file: GGUF) -> Any:
 
 @pytest.fixture(scope="module")
 def chats(words: BpeTokenizer) -> list[list[int]]:
-    return [words.encode(words.turn("user", text) + words.opening("assistant")) for text in QUESTIONS]
+    return [
+        words.encode(words.turn("user", text) + words.opening("assistant")) for text in QUESTIONS
+    ]
 
 
 def eager(model: Any) -> Any:
@@ -71,7 +73,9 @@ def test_it_answers_as_with_eager_attention(
     assert apart_from(model, inputs, got) < 5e-3
 
 
-def test_packed_it_answers_the_same(model: Any, chats: list[list[int]], words: BpeTokenizer) -> None:
+def test_packed_it_answers_the_same(
+    model: Any, chats: list[list[int]], words: BpeTokenizer
+) -> None:
     with new_kv(model.config, num_blocks=64) as kv:
         for i in range(len(chats)):
             kv.add_seq(i)
@@ -85,7 +89,9 @@ def test_packed_it_answers_the_same(model: Any, chats: list[list[int]], words: B
     for chat, answer in zip(chats, answers, strict=True):
         with PagedCache(model.config, num_blocks=16) as cache:
             one = (
-                generate(model, padded([chat]), cache, n=7, pad_token_id=2).sequences[0, len(chat) :].tolist()
+                generate(model, padded([chat]), cache, n=7, pad_token_id=2)
+                .sequences[0, len(chat) :]
+                .tolist()
             )
         assert answer[: len(one)] == one
 
@@ -95,7 +101,9 @@ def test_its_weights_are_those_that_transformers_reads(model: Any) -> None:
     from transformers import AutoModelForCausalLM
 
     path = Path(model_path())
-    theirs = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    theirs = AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    )
     ours, weights = model.state_dict(), theirs.state_dict()
     assert ours.keys() == weights.keys()
     assert all(torch.equal(ours[name], weights[name]) for name in ours)

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: MIT
-"""Random models small enough to run in milliseconds, and two attentions in plain torch to compare with.
+"""Random models small enough to run in milliseconds, and two attentions in plain torch to compare
+with.
 
-"exact16" is eager attention over keys and values rounded to float16, as a pool stores them. Against it only
-the order of sums differs; but a key that lies between two float16 may then fall to the other side, so logits
-agree less closely than float32 would let them. "eager" is transformers' own, without the rounding.
+"exact16" is eager attention over keys and values rounded to float16, as a pool stores them. Against
+it only the order of sums differs; but a key that lies between two float16 may then fall to the
+other side, so logits agree less closely than float32 would let them. "eager" is transformers' own,
+without the rounding.
 """
 
 from __future__ import annotations
@@ -30,12 +32,17 @@ SIZES = {
     "bos_token_id": 1,
     "pad_token_id": 0,
 }
-# The seed is the one of sixteen with which tokens stay furthest from ties in the tests of generate(): the
-# first logit of a step is ahead of the second by 0.2% of the largest of all or more.
+# The seed is the one of sixteen with which tokens stay furthest from ties in the tests of
+# generate(): the first logit of a step is ahead of the second by 0.2% of the largest of all or
+# more.
 KINDS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "llama": ("llama", 0, {}),
     "qwen3": ("qwen3", 13, {}),
-    "qwen3-window": ("qwen3", 8, {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}),
+    "qwen3-window": (
+        "qwen3",
+        8,
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2},
+    ),
     "mistral": ("mistral", 7, {"sliding_window": 5}),
     "gemma2": (
         "gemma2",
@@ -43,7 +50,11 @@ KINDS: dict[str, tuple[str, int, dict[str, Any]]] = {
         {"sliding_window": 5, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 16},
     ),
     "gemma3": ("gemma3_text", 3, {"sliding_window": 5, "sliding_window_pattern": 2}),
-    "gpt-oss": ("gpt_oss", 4, {"sliding_window": 5, "num_local_experts": 2, "num_experts_per_tok": 1}),
+    "gpt-oss": (
+        "gpt_oss",
+        4,
+        {"sliding_window": 5, "num_local_experts": 2, "num_experts_per_tok": 1},
+    ),
 }
 WITHOUT_EXPERTS = [kind for kind in KINDS if kind != "gpt-oss"]
 CACHE = tinyllm.hf.CACHE_KEYWORD
@@ -84,12 +95,19 @@ def padded(sequences: list[list[int]]) -> dict[str, Any]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def generate(model: Any, inputs: dict[str, Any], cache: Any = None, n: int = 12, **more: Any) -> Any:
+def generate(
+    model: Any, inputs: dict[str, Any], cache: Any = None, n: int = 12, **more: Any
+) -> Any:
     """The greedy output with its logits: ``.sequences`` and ``.logits``, a tensor [B,V] a token."""
     if cache is not None:
         more[CACHE] = cache
     return model.generate(
-        **inputs, max_new_tokens=n, do_sample=False, output_logits=True, return_dict_in_generate=True, **more
+        **inputs,
+        max_new_tokens=n,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+        **more,
     )
 
 
@@ -102,10 +120,14 @@ def apart(a: Any, b: Any) -> float:
 def apart_from(plain: Any, inputs: dict[str, Any], got: Any) -> float:
     """The same for the logits that another model gives along the tokens of ``got``."""
     n_new = len(got.logits)
-    mask = torch.cat([inputs["attention_mask"], torch.ones(len(got.sequences), n_new, dtype=torch.long)], 1)
+    mask = torch.cat(
+        [inputs["attention_mask"], torch.ones(len(got.sequences), n_new, dtype=torch.long)], 1
+    )
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     with torch.no_grad():
-        logits = plain(got.sequences, attention_mask=mask, position_ids=positions, use_cache=False).logits
+        logits = plain(
+            got.sequences, attention_mask=mask, position_ids=positions, use_cache=False
+        ).logits
     x, y = torch.stack(got.logits, 1), logits[:, -n_new - 1 : -1]
     return float((x - y).abs().max() / y.abs().max())
 
@@ -117,15 +139,25 @@ def register_references() -> None:
 
 
 def exact16(
-    module: Any, query: Any, key: Any, value: Any, attention_mask: Any, scaling: float, **kwargs: Any
+    module: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    attention_mask: Any,
+    scaling: float,
+    **kwargs: Any,
 ) -> tuple[Any, None]:
     n_rows, n_keys = query.shape[2], key.shape[2]
-    key, value = (t.half().float().repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
+    key, value = (
+        t.half().float().repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value)
+    )
     scores = query.float() @ key.transpose(2, 3) * scaling
     if (cap := kwargs.get("softcap")) is not None:
         scores = torch.tanh(scores / cap) * cap
     scores = scores + attention_mask[..., :n_rows, :n_keys]
     if (sinks := kwargs.get("s_aux")) is not None:
-        scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(len(query), -1, n_rows, 1)], dim=-1)
+        scores = torch.cat(
+            [scores, sinks.view(1, -1, 1, 1).expand(len(query), -1, n_rows, 1)], dim=-1
+        )
     weights = torch.softmax(scores, dim=-1)[..., :n_keys]
     return (weights @ value).transpose(1, 2).contiguous().to(query.dtype), None

@@ -30,17 +30,22 @@ def run(*command: object, cwd: Path, ok: bool = True, **variables: str) -> str:
         text=True,
         check=False,
     )
-    assert (done.returncode == 0) == ok, f"{' '.join(map(str, command))}: {done.returncode}\n{done.stdout}"
+    assert (done.returncode == 0) == ok, (
+        f"{' '.join(map(str, command))}: {done.returncode}\n{done.stdout}"
+    )
     return done.stdout
 
 
 def pytest_sessionstart() -> None:
     missing = [
-        tool for tool in ("make", "cc", "c++", "cmake", "pkg-config", "git") if shutil.which(tool) is None
+        tool
+        for tool in ("make", "cc", "c++", "cmake", "pkg-config", "git")
+        if shutil.which(tool) is None
     ]
     if missing:
         pytest.exit(
-            f"there is no {', '.join(missing)} (Debian: apt-get install make gcc g++ cmake pkg-config git)", 2
+            f"there is no {', '.join(missing)} (Debian: apt-get install make gcc g++ cmake pkg-config git)",
+            2,
         )
 
 
@@ -55,7 +60,9 @@ def version() -> str:
 def checkout(tmp_path: Path) -> Path:
     """A copy of this checkout as git would clone it, with the changes that are not committed."""
     copy = tmp_path / "checkout"
-    for name in run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT).splitlines():
+    for name in run(
+        "git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT
+    ).splitlines():
         if (ROOT / name).is_file():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, copy / name)

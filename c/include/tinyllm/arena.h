@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: MIT */
 /* arena.h: bump allocation with marks, for scratch that a kernel takes and gives back as a stack.
  *
- * An arena owns a list of blocks and hands out pieces of them from front to back. Marks name a position; resetting to
- * one releases all that was taken after it and keeps the blocks, so a steady state asks the allocator hook for nothing.
+ * An arena owns a list of blocks and hands out pieces of them from front to back. Marks name a
+ * position; resetting to one releases all that was taken after it and keeps the blocks, so a steady
+ * state asks the allocator hook for nothing.
  * Not thread-safe: the caller serialises calls on one arena. */
 #ifndef TINYLLM_ARENA_H
 #define TINYLLM_ARENA_H
@@ -15,13 +16,14 @@
 
 typedef struct tl_arena tl_arena;
 
-/* A position: `offset` bytes into block number `block`. A fresh arena's mark is (0, 0). 16 bytes. */
+/* A position: `offset` bytes into block number `block`. A fresh arena's mark is (0, 0). 16
+ * bytes. */
 typedef struct {
     size_t offset, block;
 } tl_arena_mark;
 
-/* bytes_used: live bytes with their padding; bytes_reserved: the sizes of all blocks; high_water: the largest
- * bytes_used so far.
+/* bytes_used: live bytes with their padding; bytes_reserved: the sizes of all blocks; high_water:
+ * the largest bytes_used so far.
  * 32 bytes. */
 typedef struct {
     size_t bytes_used, bytes_reserved, high_water, n_blocks;
@@ -29,22 +31,26 @@ typedef struct {
 
 TL_BEGIN_DECLS
 
-/* Makes an empty arena whose blocks hold `block_bytes` (0: TL_ARENA_DEFAULT_BLOCK) usable bytes each, on a 64-byte
- * boundary; no block is taken yet. *out is the caller's, to give to tl_arena_destroy.
- * TL_EINVAL: NULL out, or a size that would wrap. TL_ENOMEM: the hook failed. On failure *out is NULL. */
+/* Makes an empty arena whose blocks hold `block_bytes` (0: TL_ARENA_DEFAULT_BLOCK) usable bytes
+ * each, on a 64-byte boundary; no block is taken yet. *out is the caller's, to give to
+ * tl_arena_destroy.
+ * TL_EINVAL: NULL out, or a size that would wrap. TL_ENOMEM: the hook failed. On failure *out is
+ * NULL. */
 TL_API tl_status tl_arena_create(size_t block_bytes, tl_arena **out);
 
-/* n bytes at a multiple of `align` (0: TL_ARENA_DEFAULT_ALIGN; a power of two up to TL_ARENA_MAX_ALIGN), uninitialised,
- * valid until a reset to an earlier mark. A request too large for block_bytes gets a block of its own.
- * NULL with the slot set, and the arena unchanged: NULL arena, n == 0, a bad align, a size that would wrap, a hook that
- * fails. */
+/* n bytes at a multiple of `align` (0: TL_ARENA_DEFAULT_ALIGN; a power of two up to
+ * TL_ARENA_MAX_ALIGN), uninitialised, valid until a reset to an earlier mark. A request too large
+ * for block_bytes gets a block of its own.
+ * NULL with the slot set, and the arena unchanged: NULL arena, n == 0, a bad align, a size that
+ * would wrap, a hook that fails. */
 TL_API void *tl_arena_alloc(tl_arena *arena, size_t n, size_t align);
 
 /* The current position; (0, 0) with the slot set for NULL. */
 TL_API tl_arena_mark tl_arena_mark_get(const tl_arena *arena);
 
-/* Releases everything taken after `mark`, and keeps the blocks: the same requests then find the same places. A mark
- * later than the current position (or NULL arena): nothing happens and the slot is set. */
+/* Releases everything taken after `mark`, and keeps the blocks: the same requests then find the
+ * same places. A mark later than the current position (or NULL arena): nothing happens and the slot
+ * is set. */
 TL_API void tl_arena_reset_to(tl_arena *arena, tl_arena_mark mark);
 
 /* Fills *out. NULL arena or out: nothing is written and the slot is set. */

@@ -1,23 +1,23 @@
 /* SPDX-License-Identifier: MIT */
-/* attention.h: prefill over contiguous K and V, one decode step over a paged KV cache, and any mixture of rows over anyone's
- * paged memory, finished or as states to be merged.
+/* attention.h: prefill over contiguous K and V, one decode step over a paged KV cache, and any
+ * mixture of rows over anyone's paged memory, finished or as states to be merged.
  *
- * Dimensions: B sequences, H query heads, Hkv KV heads, G = H / Hkv heads in a group (query head h reads KV head h /
- * G), D head width.
+ * Dimensions: B sequences, H query heads, Hkv KV heads, G = H / Hkv heads in a group (query head h
+ * reads KV head h / G), D head width.
  *
  *     s[j]   = scale * dot(q, k[j])                        for every key j the row sees
  *     out    = sum over j of softmax(s)[j] * v[j]          lse = ln(sum over j of e^s[j])
  *
- * A row at position p sees key j when (not causal or j <= p) and (window <= 0 or j > p - window): the window counts the
- * row's own position.
- * A sink logit joins the denominator once, unscaled, with no value. A row that sees no key: out = 0 and lse = -inf
- * (with a sink: out = 0, lse = the sink). A visible score that is NaN or +inf, or a sink that is, makes the row NaN, always as
- * 0x7FC00000.
+ * A row at position p sees key j when (not causal or j <= p) and (window <= 0 or j > p - window):
+ * the window counts the row's own position.
+ * A sink logit joins the denominator once, unscaled, with no value. A row that sees no key: out = 0
+ * and lse = -inf (with a sink: out = 0, lse = the sink). A visible score that is NaN or +inf, or a
+ * sink that is, makes the row NaN, always as 0x7FC00000.
  *
- * Bits: a row of the result is a pure function of that row of q, the K and V it sees and the scalar options: the same
- * in any batch, on any number of threads, on every instruction set, in any blocks, by prefill or by decode, in any
- * float mode of the caller (ABI.md, "Bits"; the arithmetic is written in c/src/numerics/canon.h and
- * c/src/kernels/attn_rows.isa.c).
+ * Bits: a row of the result is a pure function of that row of q, the K and V it sees and the scalar
+ * options: the same in any batch, on any number of threads, on every instruction set, in any
+ * blocks, by prefill or by decode, in any float mode of the caller (ABI.md, "Bits"; the arithmetic
+ * is written in c/src/numerics/canon.h and c/src/kernels/attn_rows.isa.c).
  * Threads: reentrant; calls may share a pool of blocks while nobody writes the blocks they read. */
 #ifndef TINYLLM_ATTENTION_H
 #define TINYLLM_ATTENTION_H
@@ -29,7 +29,8 @@
 #include "pool.h"
 
 #define TL_ATTN_TILE 16    /* positions in one vector of scores, anchored at absolute position 0 */
-#define TL_ATTN_SPLIT 1024 /* positions in one unnormalised state, anchored at absolute position 0 */
+/* positions in one unnormalised state, anchored at absolute position 0 */
+#define TL_ATTN_SPLIT 1024
 
 TL_BEGIN_DECLS
 
@@ -41,50 +42,58 @@ TL_BEGIN_DECLS
  *   lse          [B,H,Tq]      written, natural logarithm; or NULL
  *   sink_logits  [H]           read; or NULL
  *   Br, Bc       tile hints, 0 picks; no bit of the result depends on them
- *   scratch      where working memory of a size independent of Tk comes from, left at the mark it was found at; NULL: a
- *                private one
+ *   scratch      where working memory of a size independent of Tk comes from, left at the mark it
+ *                was found at; NULL: a private one
  *   tp           who works; NULL: the calling thread
  *
- * All f32, row-major and contiguous. Outputs overlap neither inputs nor each other. With D == 0 every dot is +0,
- * nothing is written to o and lse is.
+ * All f32, row-major and contiguous. Outputs overlap neither inputs nor each other. With D == 0
+ * every dot is +0, nothing is written to o and lse is.
  * B, H or Tq == 0: TL_OK and nothing is written.
- * Errors, in this order, with o and lse untouched: TL_EINVAL (negative dimensions, Hkv < 1 with H > 0, q_offset < 0 or
- * q_offset + Tq past INT64_MAX, Br or Bc < 0, a size beyond the address space, a NULL tensor that would be read or
- * written, an overlap); TL_ESHAPE (H % Hkv != 0 or Hkv > H); TL_EUNSUPPORTED (TINYLLM_ISA names what is not here);
- * TL_EBUSY (called on tp from inside one of its ranges); TL_ENOMEM (scratch cannot grow). */
-TL_API tl_status tl_flash_attn_fwd_f32(const float *q, const float *k, const float *v, float *o, float *lse, int64_t B,
-                                       int64_t H, int64_t Hkv, int64_t Tq, int64_t Tk, int64_t D, float scale,
-                                       int64_t q_offset, int causal, int64_t window, const float *sink_logits,
+ * Errors, in this order, with o and lse untouched: TL_EINVAL (negative dimensions, Hkv < 1 with H >
+ * 0, q_offset < 0 or q_offset + Tq past INT64_MAX, Br or Bc < 0, a size beyond the address space, a
+ * NULL tensor that would be read or written, an overlap); TL_ESHAPE (H % Hkv != 0 or Hkv > H);
+ * TL_EUNSUPPORTED (TINYLLM_ISA names what is not here); TL_EBUSY (called on tp from inside one of
+ * its ranges); TL_ENOMEM (scratch cannot grow). */
+TL_API tl_status tl_flash_attn_fwd_f32(const float *q, const float *k, const float *v, float *o,
+                                       float *lse, int64_t B, int64_t H, int64_t Hkv, int64_t Tq,
+                                       int64_t Tk, int64_t D, float scale, int64_t q_offset,
+                                       int causal, int64_t window, const float *sink_logits,
                                        int64_t Br, int64_t Bc, tl_arena *scratch, tl_pool *tp);
 
-/* One decode step over the paged cache: sequence s holds ctx_lens[s] positions, the newest included, and its query
- * stands at position ctx_lens[s] - 1. Position j lives in slot j % block_tokens of block
- * block_tables[s][j / block_tokens].
+/* One decode step over the paged cache: sequence s holds ctx_lens[s] positions, the newest
+ * included, and its query stands at position ctx_lens[s] - 1. Position j lives in slot j %
+ * block_tokens of block block_tables[s][j / block_tokens].
  *
  *   q             [B,H,D] f32            read
- *   block_tables  [B,max_blocks] u32     read, only the entries that hold a visible position: entries past the last
- *                                        needed one, or wholly before the window, may be anything
+ *   block_tables  [B,max_blocks] u32     read, only the entries that hold a visible position:
+ *                                        entries past the last needed one, or wholly before the
+ *                                        window, may be anything
  *   ctx_lens      [B] i32, in tokens     read, 1 <= ctx_lens[s] <= max_blocks * block_tokens
  *   out           [B,H,D] f32            written; does not overlap q
  *
- * K and V are read as f16 and widened exactly; slots no visible position occupies are never read. Allocates nothing,
- * takes some 60 KB of stack on each thread and no lock but tp's.
- * Errors, out untouched; where several things are wrong the first of these decides: TL_EINVAL for a NULL pointer (tp
- * may be NULL), B < 0, max_blocks < 1, layer out of range, a batch beyond the address space; TL_ESHAPE for Hkv or D
- * other than the pool's, H < 1, H % Hkv != 0; TL_EUNSUPPORTED for a pool format or a TINYLLM_ISA that is not here; then
- * sequence by sequence TL_EINVAL for a context length below 1 or longer than max_blocks holds, and for an entry that
- * would be read and names no block; TL_EINVAL where out overlaps q; TL_EBUSY last (called on tp from inside one of its
- * ranges). B == 0 with all else in order: TL_OK, nothing read or written. */
-TL_API tl_status tl_paged_attn_decode_f32(const float *q, const tl_kv_pool *kv, uint32_t layer, const uint32_t *block_tables,
-                                          int32_t max_blocks, const int32_t *ctx_lens, float *out, int64_t B, int64_t H,
-                                          int64_t Hkv, int64_t D, float scale, int64_t window, tl_pool *tp);
+ * K and V are read as f16 and widened exactly; slots no visible position occupies are never read.
+ * Allocates nothing, takes some 60 KB of stack on each thread and no lock but tp's.
+ * Errors, out untouched; where several things are wrong the first of these decides: TL_EINVAL for a
+ * NULL pointer (tp may be NULL), B < 0, max_blocks < 1, layer out of range, a batch beyond the
+ * address space; TL_ESHAPE for Hkv or D other than the pool's, H < 1, H % Hkv != 0; TL_EUNSUPPORTED
+ * for a pool format or a TINYLLM_ISA that is not here; then sequence by sequence TL_EINVAL for a
+ * context length below 1 or longer than max_blocks holds, and for an entry that would be read and
+ * names no block; TL_EINVAL where out overlaps q; TL_EBUSY last (called on tp from inside one of
+ * its ranges). B == 0 with all else in order: TL_OK, nothing read or written. */
+TL_API tl_status tl_paged_attn_decode_f32(const float *q, const tl_kv_pool *kv, uint32_t layer,
+                                          const uint32_t *block_tables, int32_t max_blocks,
+                                          const int32_t *ctx_lens, float *out, int64_t B, int64_t H,
+                                          int64_t Hkv, int64_t D, float scale, int64_t window,
+                                          tl_pool *tp);
 
-/* What tl_paged_attn_f32 is told. Set `size`, zero the rest, and fill in what is meant: later versions add members behind,
- * and take a smaller size for what it was. Sizes known so far: 176 (all before `trace`), 184.
+/* What tl_paged_attn_f32 is told. Set `size`, zero the rest, and fill in what is meant: later
+ * versions add members behind, and take a smaller size for what it was. Sizes known so far: 176
+ * (all before `trace`), 184.
  *
- * Rows. Sequence s owns the q_len = cu_seqlens_q[s+1] - cu_seqlens_q[s] rows from cu_seqlens_q[s] on; its row i stands at
- * position p = ctx_lens[s] - q_len + i, so that the last one is the newest position. Without cu_seqlens_q every sequence
- * owns one. q_len 0 is legal and reads nothing. A row sees key j when j <= p and (window <= 0 or j > p - window).
+ * Rows. Sequence s owns the q_len = cu_seqlens_q[s+1] - cu_seqlens_q[s] rows from cu_seqlens_q[s]
+ * on; its row i stands at position p = ctx_lens[s] - q_len + i, so that the last one is the newest
+ * position. Without cu_seqlens_q every sequence owns one. q_len 0 is legal and reads nothing. A row
+ * sees key j when j <= p and (window <= 0 or j > p - window).
  *
  * The order of operations for a score, each rounded once:
  *
@@ -102,63 +111,80 @@ typedef struct {
     int64_t q_token_stride, q_head_stride, out_token_stride, out_head_stride; /* elements */
     int64_t B, H;
     const int32_t *cu_seqlens_q; /* [B+1], from 0, not decreasing; NULL: one row a sequence */
-    const int32_t *ctx_lens;     /* [B] tokens, a sequence's own rows included; >= q_len, and >= 1 without cu_seqlens_q */
-    const uint32_t *block_tables;/* [B] rows of table_stride entries; only entries that hold a visible position are read */
+    /* [B] tokens, a sequence's own rows included; >= q_len, and >= 1 without cu_seqlens_q */
+    const int32_t *ctx_lens;
+    /* [B] rows of table_stride entries; only entries that hold a visible position are read */
+    const uint32_t *block_tables;
     int64_t table_stride;        /* also how many entries a table has */
     int64_t window;              /* <= 0: none */
     const float *alibi_slopes;   /* [H], or NULL */
-    const float *sink_logits;    /* [H], or NULL: joins each row's denominator once; -inf is no sink */
+    /* [H], or NULL: joins each row's denominator once; -inf is no sink */
+    const float *sink_logits;
     float scale;
     float logits_softcap;        /* > 0, or 0: none */
     tl_pool *tp;                 /* who works; NULL: the calling thread */
-    void *workspace;             /* where splits may be worked on side by side, aligned for floats; NULL: none. Not read before */
-    size_t workspace_bytes;      /* at least tl_paged_attn_workspace's where workspace is not NULL */
-    tl_trace *trace;             /* where the call writes down who did what when; NULL: nowhere. Changes no bit */
+    /* where splits may be worked on side by side, aligned for floats; NULL: none. Not read
+     * before */
+    void *workspace;
+    /* at least tl_paged_attn_workspace's where workspace is not NULL */
+    size_t workspace_bytes;
+    /* where the call writes down who did what when; NULL: nowhere. Changes no bit */
+    tl_trace *trace;
 } tl_paged_attn_args;
 
 /* Splits that one worker has in a workspace at a time. */
 #define TL_ATTN_WAVE_SPLITS 4
 
-/* Bytes of workspace that let a few long sequences keep every worker of args->tp busy, by working on several splits of a row
- * at once: total_q * H rows, each with the states of TL_ATTN_WAVE_SPLITS splits for every worker and one (m, L):
+/* Bytes of workspace that let a few long sequences keep every worker of args->tp busy, by working
+ * on several splits of a row at once: total_q * H rows, each with the states of TL_ATTN_WAVE_SPLITS
+ * splits for every worker and one (m, L):
  *
  *     4 * total_q * H * (TL_ATTN_WAVE_SPLITS * threads * (2 + head_dim_v) + 2)
  *
- * whatever the contexts are; 0 for one worker. Without a workspace the call gives the same bits. Only B, H, cu_seqlens_q, the
- * view's head_dim_v and tp are looked at. 0 with the slot set: args or its view NULL, a size that is not known, B < 0,
- * H < 1, a number of bytes that would wrap. */
+ * whatever the contexts are; 0 for one worker. Without a workspace the call gives the same bits.
+ * Only B, H, cu_seqlens_q, the view's head_dim_v and tp are looked at. 0 with the slot set: args or
+ * its view NULL, a size that is not known, B < 0, H < 1, a number of bytes that would wrap. */
 TL_API size_t tl_paged_attn_workspace(const tl_paged_attn_args *args);
 
-/* Attention of any rows of any sequences over paged memory: decode, chunked prefill, the check of a draft, and any mixture
- * of them in one call, with any combination of options. Every row has the bits that plain decode at its position has.
+/* Attention of any rows of any sequences over paged memory: decode, chunked prefill, the check of a
+ * draft, and any mixture of them in one call, with any combination of options. Every row has the
+ * bits that plain decode at its position has.
  *
  * Allocates nothing, takes some 60 KB of stack on each thread and no lock but the pool's.
- * A view is sound when its dtype is one of the three, reserved is 0, block_tokens, n_kv_heads and head dims are at least 1, n_blocks >= 0, the
- * strides are not negative and do not let two elements of K (or two of V) share memory, and its last element can be
- * addressed. K and V may share memory with each other.
- * Errors, out and lse untouched; the first of these decides: TL_EINVAL for args NULL or a size that is not known;
- * a NULL pointer (view, its k or v, q, out, ctx_lens, block_tables), a view that is not sound, B < 0, table_stride < 1,
- * a scale that is NaN, a softcap that is negative, infinite or NaN, a trace with a negative capacity, with NULL for one or beyond
- * the address space; TL_ESHAPE for H < 1 or no multiple of the view's KV
- * heads; TL_EINVAL for out strides that let two rows share memory, a size beyond the address space, a workspace that is short or not
- * aligned for floats; TL_EUNSUPPORTED for a
- * TINYLLM_ISA that is not here; then sequence by sequence TL_EINVAL for cu_seqlens_q that does not begin at 0 or decreases,
- * a context length below q_len (or below 1) or beyond the table, an entry that would be read and names no block; TL_EINVAL
- * where out, lse, the workspace or the trace's events overlap an input or another of them; TL_EBUSY last. B == 0 with all else in order: TL_OK. */
+ * A view is sound when its dtype is one of the three, reserved is 0, block_tokens, n_kv_heads and
+ * head dims are at least 1, n_blocks >= 0, the strides are not negative and do not let two elements
+ * of K (or two of V) share memory, and its last element can be addressed. K and V may share memory
+ * with each other.
+ * Errors, out and lse untouched; the first of these decides: TL_EINVAL for args NULL or a size that
+ * is not known; a NULL pointer (view, its k or v, q, out, ctx_lens, block_tables), a view that is
+ * not sound, B < 0, table_stride < 1, a scale that is NaN, a softcap that is negative, infinite or
+ * NaN, a trace with a negative capacity, with NULL for one or beyond the address space; TL_ESHAPE
+ * for H < 1 or no multiple of the view's KV heads; TL_EINVAL for out strides that let two rows
+ * share memory, a size beyond the address space, a workspace that is short or not aligned for
+ * floats; TL_EUNSUPPORTED for a TINYLLM_ISA that is not here; then sequence by sequence TL_EINVAL
+ * for cu_seqlens_q that does not begin at 0 or decreases, a context length below q_len (or below 1)
+ * or beyond the table, an entry that would be read and names no block; TL_EINVAL where out, lse,
+ * the workspace or the trace's events overlap an input or another of them; TL_EBUSY last. B == 0
+ * with all else in order: TL_OK. */
 TL_API tl_status tl_paged_attn_f32(const tl_paged_attn_args *args);
 
-/* States: what a range of splits leaves of each row, to be merged later, elsewhere, by anybody. A state is 2 + head_dim_v
- * floats: m (the largest score), L (the sum of exp(s - m)), then the values weighted by exp(s - m), unnormalised. A split in
- * which a row sees nothing leaves m = -inf and zeros.
+/* States: what a range of splits leaves of each row, to be merged later, elsewhere, by anybody. A
+ * state is 2 + head_dim_v
+ * floats: m (the largest score), L (the sum of exp(s - m)), then the values weighted by exp(s - m),
+ * unnormalised. A split in which a row sees nothing leaves m = -inf and zeros.
  *
- *   args      as for tl_paged_attn_f32; out, its strides, lse, sink_logits and the workspace are not used
- *   states    [total_q, H, n_splits, 2 + head_dim_v], written: splits first_split .. first_split + n_splits - 1, each
- *             TL_ATTN_SPLIT positions from a multiple of it on
+ *   args      as for tl_paged_attn_f32; out, its strides, lse, sink_logits and the workspace are
+ *             not used
+ *   states    [total_q, H, n_splits, 2 + head_dim_v], written: splits first_split .. first_split +
+ *             n_splits - 1, each TL_ATTN_SPLIT positions from a multiple of it on
  *
- * Only K and V of those splits are read; only table entries that hold their visible positions are looked at.
- * Errors as tl_paged_attn_f32's, states untouched; and TL_EINVAL for states NULL, first_split < 0, n_splits < 1, a range past
- * INT64_MAX or states beyond the address space, or states overlapping an input. */
-TL_API tl_status tl_paged_attn_states_f32(const tl_paged_attn_args *args, int64_t first_split, int64_t n_splits, float *states);
+ * Only K and V of those splits are read; only table entries that hold their visible positions are
+ * looked at.
+ * Errors as tl_paged_attn_f32's, states untouched; and TL_EINVAL for states NULL, first_split < 0,
+ * n_splits < 1, a range past INT64_MAX or states beyond the address space, or states overlapping an
+ * input. */
+TL_API tl_status tl_paged_attn_states_f32(const tl_paged_attn_args *args, int64_t first_split,
+                                          int64_t n_splits, float *states);
 
 /* The states of some splits of every row. */
 typedef struct tl_attn_part {
@@ -166,20 +192,24 @@ typedef struct tl_attn_part {
     int64_t first_split, n_splits;
 } tl_attn_part;
 
-/* Merges states into finished rows: bit for bit what tl_paged_attn_f32 gives, however the splits were divided.
+/* Merges states into finished rows: bit for bit what tl_paged_attn_f32 gives, however the splits
+ * were divided.
  *
- *   parts        [n_parts], in rising order, that together hold split 0 up to some last one, each once; splits behind the
- *                last that any row sees may be there (they are empty) or not
+ *   parts        [n_parts], in rising order, that together hold split 0 up to some last one, each
+ *                once; splits behind the last that any row sees may be there (they are empty) or
+ *                not
  *   n_rows, H    rows, of which row i belongs to head i % H (as [total_q, H])
  *   sink_logits  [H], or NULL
  *   out          [n_rows, dim] contiguous, written;  lse  [n_rows], written, or NULL
  *
- * Errors, outputs untouched: TL_EINVAL for a NULL pointer that would be used, n_parts < 1, n_rows < 0, H < 1 or n_rows no
- * multiple of it, dim < 1, a part with n_splits < 1, a first part that does not begin at split 0, a part that does not
- * begin where the one before it ends, a size beyond the address space, out or lse overlapping an input or the other;
- * TL_EUNSUPPORTED for a TINYLLM_ISA that is not here; TL_EBUSY last. n_rows == 0: TL_OK. */
-TL_API tl_status tl_attn_merge_f32(const tl_attn_part *parts, int64_t n_parts, int64_t n_rows, int64_t H, int64_t dim,
-                                   const float *sink_logits, float *out, float *lse, tl_pool *tp);
+ * Errors, outputs untouched: TL_EINVAL for a NULL pointer that would be used, n_parts < 1, n_rows <
+ * 0, H < 1 or n_rows no multiple of it, dim < 1, a part with n_splits < 1, a first part that does
+ * not begin at split 0, a part that does not begin where the one before it ends, a size beyond the
+ * address space, out or lse overlapping an input or the other; TL_EUNSUPPORTED for a TINYLLM_ISA
+ * that is not here; TL_EBUSY last. n_rows == 0: TL_OK. */
+TL_API tl_status tl_attn_merge_f32(const tl_attn_part *parts, int64_t n_parts, int64_t n_rows,
+                                   int64_t H, int64_t dim, const float *sink_logits, float *out,
+                                   float *lse, tl_pool *tp);
 
 TL_END_DECLS
 

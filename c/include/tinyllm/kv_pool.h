@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* kv_pool.h: a pool of fixed-size blocks that hold the K and V of a paged cache, counted by reference.
+/* kv_pool.h: a pool of fixed-size blocks that hold the K and V of a paged cache, counted by
+ * reference.
  *
  * A block holds K and V (f16) of b = block_tokens positions for every layer and KV head,
  *
@@ -10,13 +11,16 @@
  *   used    at least one reference
  *   cached  no reference, registered under a hash: a lookup revives it, an allocation may evict it
  *
- * Words. fill: how many positions of a block hold data. hash: the name of a full block, chained over its prefix.
- * Sharing is taking one more reference; writing to what is shared goes through tl_kv_cow. A sequence is a block_table:
+ * Words. fill: how many positions of a block hold data. hash: the name of a full block, chained
+ * over its prefix.
+ * Sharing is taking one more reference; writing to what is shared goes through tl_kv_cow. A
+ * sequence is a block_table:
  * position j lives in slot j % b of block block_table[j / b].
  *
- * Threads: not thread-safe; the caller serialises calls on one pool. Any number of kernels may read a pool while nobody
- * writes.
- * Every operation is O(1) per block. Sizes and offsets are 64-bit throughout. On failure nothing changes (ABI.md R6). */
+ * Threads: not thread-safe; the caller serialises calls on one pool. Any number of kernels may read
+ * a pool while nobody writes.
+ * Every operation is O(1) per block. Sizes and offsets are 64-bit throughout. On failure nothing
+ * changes (ABI.md R6). */
 #ifndef TINYLLM_KV_POOL_H
 #define TINYLLM_KV_POOL_H
 
@@ -27,7 +31,8 @@
 #define TL_KV_ENVELOPE_HEADER 28u   /* bytes before the first record */
 #define TL_KV_RECORD_HEADER 12u     /* u64 hash, u32 fill before each payload */
 #define TL_KV_ENVELOPE_VERSION 1u
-#define TL_KV_ALIGN 64u             /* every slab starts on it whenever a slab's size is a multiple of it */
+/* every slab starts on it whenever a slab's size is a multiple of it */
+#define TL_KV_ALIGN 64u
 #define TL_KV_MAX_REFS UINT32_MAX   /* references one block can have */
 
 typedef struct tl_kv_pool tl_kv_pool;
@@ -52,45 +57,51 @@ typedef struct {
 
 TL_BEGIN_DECLS
 
-/* Makes a pool of free blocks. Block memory is reserved, not touched: the default hook commits pages as they are
- * written.
- * Checked in this order: NULL or a zero dimension TL_EINVAL; another format or dtype TL_EUNSUPPORTED; a size that would
- * wrap TL_EINVAL; the hook TL_ENOMEM. On failure *out is NULL. */
+/* Makes a pool of free blocks. Block memory is reserved, not touched: the default hook commits
+ * pages as they are written.
+ * Checked in this order: NULL or a zero dimension TL_EINVAL; another format or dtype
+ * TL_EUNSUPPORTED; a size that would wrap TL_EINVAL; the hook TL_ENOMEM. On failure *out is
+ * NULL. */
 TL_API tl_status tl_kv_pool_create(const tl_kv_cfg *cfg, tl_kv_pool **out);
 
 /* Frees the pool with everything in it, whatever references are held. NULL: nothing. */
 TL_API void tl_kv_pool_destroy(tl_kv_pool *kv);
 
-/* Takes n blocks, each with one reference and fill 0, and writes their ids to ids[n]. Free blocks go first, then cached
- * ones, least recently used first; an evicted block leaves the index and counts. Memory is not cleared. All or nothing:
- * TL_EFULL, and nothing taken or evicted, when free + cached < n. n == 0 is TL_OK. TL_EINVAL: NULL pool, or NULL ids
- * with n > 0. */
+/* Takes n blocks, each with one reference and fill 0, and writes their ids to ids[n]. Free blocks
+ * go first, then cached ones, least recently used first; an evicted block leaves the index and
+ * counts. Memory is not cleared. All or nothing:
+ * TL_EFULL, and nothing taken or evicted, when free + cached < n. n == 0 is TL_OK. TL_EINVAL: NULL
+ * pool, or NULL ids with n > 0. */
 TL_API tl_status tl_kv_alloc(tl_kv_pool *kv, uint32_t n, uint32_t *ids);
 
-/* One more reference on a used block. Anything else (bad id, not used, TL_KV_MAX_REFS reached): nothing happens and the
- * slot is set. */
+/* One more reference on a used block. Anything else (bad id, not used, TL_KV_MAX_REFS reached):
+ * nothing happens and the slot is set. */
 TL_API void tl_kv_ref(tl_kv_pool *kv, uint32_t id);
 
-/* One reference less; at 0 the block becomes cached (as the most recently used) if it is registered, else free.
+/* One reference less; at 0 the block becomes cached (as the most recently used) if it is
+ * registered, else free.
  * TL_EINVAL: NULL pool, id out of range or already at 0. */
 TL_API tl_status tl_kv_unref(tl_kv_pool *kv, uint32_t id);
 
-/* A block that may be written in place of `id`, for one of its holders. One reference: *out = id. More: a fresh block
- * with the same K, V and fill takes over one reference; the copy is not registered. `id` itself is never evicted to
- * make room for its copy.
- * A registered block with one reference comes back as it is: its contents must still not be written (tl_kv_append_f32
- * refuses it).
- * TL_EINVAL: NULL, id out of range or not used. TL_EFULL: no block to be had. *out is untouched on failure. */
+/* A block that may be written in place of `id`, for one of its holders. One reference: *out = id.
+ * More: a fresh block with the same K, V and fill takes over one reference; the copy is not
+ * registered. `id` itself is never evicted to make room for its copy.
+ * A registered block with one reference comes back as it is: its contents must still not be written
+ * (tl_kv_append_f32 refuses it).
+ * TL_EINVAL: NULL, id out of range or not used. TL_EFULL: no block to be had. *out is untouched on
+ * failure. */
 TL_API tl_status tl_kv_cow(tl_kv_pool *kv, uint32_t id, uint32_t *out);
 
-/* Says how many positions of a used block hold data, 0 .. block_tokens. TL_EINVAL: above that, a bad id, a block not
- * used, or a registered block. */
+/* Says how many positions of a used block hold data, 0 .. block_tokens. TL_EINVAL: above that, a
+ * bad id, a block not used, or a registered block. */
 TL_API tl_status tl_kv_set_fill(tl_kv_pool *kv, uint32_t id, uint32_t n_tokens);
 
-/* The same for a sequence that holds `length` positions, in the blocks that positions first .. length-1 stand in: each is full
- * but perhaps the last. All or nothing. TL_EINVAL: NULL kv, NULL block_table with n_table > 0, n_table or first < 0, length below
- * first or past the table, an entry in question that tl_kv_set_fill would refuse. first == length: TL_OK, nothing is set. */
-TL_API tl_status tl_kv_set_length(tl_kv_pool *kv, const uint32_t *block_table, int32_t n_table, int64_t first, int64_t length);
+/* The same for a sequence that holds `length` positions, in the blocks that positions first ..
+ * length-1 stand in: each is full but perhaps the last. All or nothing. TL_EINVAL: NULL kv, NULL
+ * block_table with n_table > 0, n_table or first < 0, length below first or past the table, an
+ * entry in question that tl_kv_set_fill would refuse. first == length: TL_OK, nothing is set. */
+TL_API tl_status tl_kv_set_length(tl_kv_pool *kv, const uint32_t *block_table, int32_t n_table,
+                                  int64_t first, int64_t length);
 
 /* The fill of a block; 0 with the slot set for a bad id. */
 TL_API uint32_t tl_kv_fill(const tl_kv_pool *kv, uint32_t id);
@@ -98,24 +109,27 @@ TL_API uint32_t tl_kv_fill(const tl_kv_pool *kv, uint32_t id);
 /* References held on a block; 0 with the slot set for a bad id. */
 TL_API uint32_t tl_kv_refs(const tl_kv_pool *kv, uint32_t id);
 
-/* The name of a full block: FNV-1a 64 over the parent's hash (8 bytes, little-endian; 0 for the first block) and then
- * each token id (4 bytes each); a result of 0 becomes 1. A salt is a non-zero first parent. Pure and reentrant.
+/* The name of a full block: FNV-1a 64 over the parent's hash (8 bytes, little-endian; 0 for the
+ * first block) and then each token id (4 bytes each); a result of 0 becomes 1. A salt is a non-zero
+ * first parent. Pure and reentrant.
  * NULL toks with n > 0: 0, with the slot set. */
 TL_API uint64_t tl_kv_block_hash(uint64_t parent, const uint32_t *toks, uint32_t n);
 
-/* Enters a used, full block into the index under a non-zero hash; again under the same hash is TL_OK. From then on its
- * fill and contents are frozen until it is evicted. TL_EINVAL (looked at first): NULL, bad id, not used, partial, hash
- * 0, already registered under another hash. TL_EBUSY: another block holds the hash; this one stays unregistered. */
+/* Enters a used, full block into the index under a non-zero hash; again under the same hash is
+ * TL_OK. From then on its fill and contents are frozen until it is evicted. TL_EINVAL (looked at
+ * first): NULL, bad id, not used, partial, hash 0, already registered under another hash. TL_EBUSY:
+ * another block holds the hash; this one stays unregistered. */
 TL_API tl_status tl_kv_register(tl_kv_pool *kv, uint32_t id, uint64_t hash);
 
-/* Finds the block registered under `hash`, takes a reference on it (a cached block becomes used) and writes its id.
- * TL_ENOTFOUND: no such block, or hash 0; *id and the error slot stay. TL_EFULL: the block has TL_KV_MAX_REFS
- * references.
+/* Finds the block registered under `hash`, takes a reference on it (a cached block becomes used)
+ * and writes its id.
+ * TL_ENOTFOUND: no such block, or hash 0; *id and the error slot stay. TL_EFULL: the block has
+ * TL_KV_MAX_REFS references.
  * TL_EINVAL: NULL. */
 TL_API tl_status tl_kv_lookup(tl_kv_pool *kv, uint64_t hash, uint32_t *id);
 
-/* One layer's K (is_v 0) or V (else) slab of a block, [n_kv_heads][block_tokens][head_dim] f16; the pool's memory. NULL
- * with the slot set for a NULL pool, an id or a layer out of range. */
+/* One layer's K (is_v 0) or V (else) slab of a block, [n_kv_heads][block_tokens][head_dim] f16; the
+ * pool's memory. NULL with the slot set for a NULL pool, an id or a layer out of range. */
 TL_API void *tl_kv_block_ptr(const tl_kv_pool *kv, uint32_t id, uint32_t layer, int is_v);
 
 /* The configuration the pool was made with. NULL: nothing is written and the slot is set. */
@@ -130,46 +144,56 @@ TL_API size_t tl_kv_export_bytes(const tl_kv_pool *kv, uint32_t n);
 /* Writes an envelope (little-endian) of n blocks to buf, and its size to *written:
  *
  *     "TLKV", u16 version 1, u16 dtype 1, u32 n_blocks block_tokens n_layers n_kv_heads head_dim,
- *     n records: u64 hash (0: unregistered), u32 fill, the block's K and V with positions at or past the fill as zeros,
- *     u32 CRC-32C of all before it
+ *     n records: u64 hash (0: unregistered), u32 fill, the block's K and V with positions at or
+ *     past the fill as zeros, u32 CRC-32C of all before it
  *
  * so the bytes are a pure function of what was stored. An id may stand twice.
- * TL_EINVAL: NULL kv or written, NULL ids with n > 0, an id not used or with fill 0, a size that would wrap; *written
- * stays.
- * TL_EFULL: cap is short; *written is the size needed and buf, which may be NULL then, is untouched. NULL buf with cap
+ * TL_EINVAL: NULL kv or written, NULL ids with n > 0, an id not used or with fill 0, a size that
+ * would wrap; *written stays.
+ * TL_EFULL: cap is short; *written is the size needed and buf, which may be NULL then, is
+ * untouched. NULL buf with cap
  * enough:
  * TL_EINVAL. */
-TL_API tl_status tl_kv_export(const tl_kv_pool *kv, const uint32_t *ids, uint32_t n, void *buf, size_t cap, size_t *written);
+TL_API tl_status tl_kv_export(const tl_kv_pool *kv, const uint32_t *ids, uint32_t n, void *buf,
+                              size_t cap, size_t *written);
 
-/* Takes blocks for every record of an envelope, fills them and writes their ids to ids_out[n_blocks of the envelope].
- * Each has one reference; a full block with a hash is registered unless its hash already is. Any byte string is safe.
- * Checked in this order, all or nothing: NULL kv, buf, or ids_out for n > 0 TL_EINVAL; length, magic, checksum, version
- * and dtype, every record (fill 1 .. b; a hash only on a full block) TL_EFORMAT; dimensions TL_ESHAPE; space TL_EFULL. */
+/* Takes blocks for every record of an envelope, fills them and writes their ids to ids_out[n_blocks
+ * of the envelope].
+ * Each has one reference; a full block with a hash is registered unless its hash already is. Any
+ * byte string is safe.
+ * Checked in this order, all or nothing: NULL kv, buf, or ids_out for n > 0 TL_EINVAL; length,
+ * magic, checksum, version and dtype, every record (fill 1 .. b; a hash only on a full block)
+ * TL_EFORMAT; dimensions TL_ESHAPE; space TL_EFULL. */
 TL_API tl_status tl_kv_import(tl_kv_pool *kv, const void *buf, size_t len, uint32_t *ids_out);
 
 /* Fills *out. NULL: nothing is written and the slot is set. */
 TL_API void tl_kv_stats_get(const tl_kv_pool *kv, tl_kv_stats *out);
 
-/* Writes what blocks first .. first+n-1 are to out[n]: for tools that look at a whole pool. TL_EINVAL: NULL kv, NULL out with
- * n > 0, a range past the pool's blocks; out is untouched then. n == 0: TL_OK. */
-TL_API tl_status tl_kv_blocks_get(const tl_kv_pool *kv, uint32_t first, uint32_t n, tl_kv_block *out);
+/* Writes what blocks first .. first+n-1 are to out[n]: for tools that look at a whole pool.
+ * TL_EINVAL: NULL kv, NULL out with n > 0, a range past the pool's blocks; out is untouched then. n
+ * == 0: TL_OK. */
+TL_API tl_status tl_kv_blocks_get(const tl_kv_pool *kv, uint32_t first, uint32_t n,
+                                  tl_kv_block *out);
 
-/* CRC-32C (Castagnoli; reflected 0x82F63B78, init and final xor all ones) of n bytes; `crc` is 0 to begin, or an
- * earlier result to go on from. tl_crc32c("123456789", 9, 0) == 0xE3069283. Any alignment. Reentrant. NULL with n > 0:
+/* CRC-32C (Castagnoli; reflected 0x82F63B78, init and final xor all ones) of n bytes; `crc` is 0 to
+ * begin, or an earlier result to go on from. tl_crc32c("123456789", 9, 0) == 0xE3069283. Any
+ * alignment. Reentrant. NULL with n > 0:
  * crc unchanged, with the slot set. */
 TL_API uint32_t tl_crc32c(const void *data, size_t n, uint32_t crc);
 
-/* Rounds T positions of one layer to f16 (nearest even, overflow to infinity) and writes them as positions pos ..
- * pos+T-1 of the sequence whose table is given. k, v: [n_kv_heads][T][head_dim] f32, element (h, t, d) at h*head_stride
- * + t*token_stride + d.
+/* Rounds T positions of one layer to f16 (nearest even, overflow to infinity) and writes them as
+ * positions pos ..
+ * pos+T-1 of the sequence whose table is given. k, v: [n_kv_heads][T][head_dim] f32, element (h, t,
+ * d) at h*head_stride + t*token_stride + d.
  * Strides may be anything, zero and negative too, as long as those elements are there to be read.
  * Only the table entries written to are looked at. The fill is the caller's to set.
- * Nothing is written unless all can be. TL_EINVAL: NULL kv, layer out of range, n_table, pos or T < 0; and with T > 0
- * NULL block_table, k or v, pos + T past the table (or INT64_MAX), strides past the address space, an id written to out
- * of range, not used, or standing twice among those written to. TL_EBUSY, looked at last: one that is registered or
- * held more than once. T == 0 is TL_OK. */
-TL_API tl_status tl_kv_append_f32(tl_kv_pool *kv, uint32_t layer, const uint32_t *block_table, int32_t n_table, int64_t pos,
-                                  int64_t T, const float *k, const float *v, int64_t head_stride, int64_t token_stride);
+ * Nothing is written unless all can be. TL_EINVAL: NULL kv, layer out of range, n_table, pos or T <
+ * 0; and with T > 0 NULL block_table, k or v, pos + T past the table (or INT64_MAX), strides past
+ * the address space, an id written to out of range, not used, or standing twice among those written
+ * to. TL_EBUSY, looked at last: one that is registered or held more than once. T == 0 is TL_OK. */
+TL_API tl_status tl_kv_append_f32(tl_kv_pool *kv, uint32_t layer, const uint32_t *block_table,
+                                  int32_t n_table, int64_t pos, int64_t T, const float *k,
+                                  const float *v, int64_t head_stride, int64_t token_stride);
 
 TL_END_DECLS
 

@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: MIT */
 /* numerics.h: small floating-point formats and exp, with fixed bits.
  *
- * To a small format: round to nearest, ties to even. From one: exact for every code. The conversions round in integers
- * or not at all, so the caller's rounding mode and flush-to-zero do not reach them; tl_expf and tl_exp_f32 set a float
- * mode of their own and give the caller's back. Everything here is reentrant. */
+ * To a small format: round to nearest, ties to even. From one: exact for every code. The
+ * conversions round in integers or not at all, so the caller's rounding mode and flush-to-zero do
+ * not reach them; tl_expf and tl_exp_f32 set a float mode of their own and give the caller's back.
+ * Everything here is reentrant. */
 #ifndef TINYLLM_NUMERICS_H
 #define TINYLLM_NUMERICS_H
 
@@ -23,23 +24,23 @@ TL_BEGIN_DECLS
 TL_API uint16_t tl_f32_to_f16(float x);
 TL_API float tl_f16_to_f32(uint16_t h);
 
-/* bf16 (the upper half of an f32): overflow to infinity, any NaN to 0x7FC0. Widening appends 16 zero bits, NaN
- * included. */
+/* bf16 (the upper half of an f32): overflow to infinity, any NaN to 0x7FC0. Widening appends 16
+ * zero bits, NaN included. */
 TL_API uint16_t tl_f32_to_bf16(float x);
 TL_API float tl_bf16_to_f32(uint16_t h);
 
-/* e4m3 (OCP E4M3FN: bias 7, no infinity, largest TL_E4M3_MAX): beyond it, and infinities, saturate to 0x7E / 0xFE;
- * any NaN to 0x7F; |x| <= 2^-10 to zero with the sign of x. */
+/* e4m3 (OCP E4M3FN: bias 7, no infinity, largest TL_E4M3_MAX): beyond it, and infinities, saturate
+ * to 0x7E / 0xFE; any NaN to 0x7F; |x| <= 2^-10 to zero with the sign of x. */
 TL_API uint8_t tl_f32_to_e4m3(float x);
 TL_API float tl_e4m3_to_f32(uint8_t h);
 
-/* e5m2 (OCP: bias 15, largest TL_E5M2_MAX): finite overflow saturates to 0x7B / 0xFB, infinities stay 0x7C / 0xFC,
- * any NaN to 0x7F. */
+/* e5m2 (OCP: bias 15, largest TL_E5M2_MAX): finite overflow saturates to 0x7B / 0xFB, infinities
+ * stay 0x7C / 0xFC, any NaN to 0x7F. */
 TL_API uint8_t tl_f32_to_e5m2(float x);
 TL_API float tl_e5m2_to_f32(uint8_t h);
 
-/* Array forms: y[i] = convert(x[i]) for i < n, the same bits at every index, length and alignment. x and y do not
- * overlap.
+/* Array forms: y[i] = convert(x[i]) for i < n, the same bits at every index, length and alignment.
+ * x and y do not overlap.
  * n == 0 does nothing. n < 0, or NULL with n > 0: nothing is written and the slot is set. */
 TL_API void tl_f32_to_f16_n(const float *x, uint16_t *y, int64_t n);
 TL_API void tl_f16_to_f32_n(const uint16_t *x, float *y, int64_t n);
@@ -50,12 +51,13 @@ TL_API void tl_e4m3_to_f32_n(const uint8_t *x, float *y, int64_t n);
 TL_API void tl_f32_to_e5m2_n(const float *x, uint8_t *y, int64_t n);
 TL_API void tl_e5m2_to_f32_n(const uint8_t *x, float *y, int64_t n);
 
-/* e^x within TL_EXPF_MAX_ULP wherever e^x is a normal float (the worst input found stands in c/src/numerics/coef.h);
- * correctly rounded at 1, -1 and 10; exactly 1 at +-0.
+/* e^x within TL_EXPF_MAX_ULP wherever e^x is a normal float (the worst input found stands in
+ * c/src/numerics/coef.h); correctly rounded at 1, -1 and 10; exactly 1 at +-0.
  * x > TL_EXPF_OVERFLOW: +inf. Below the normal range, -inf included: +0. NaN: 0x7FC00000. */
 TL_API float tl_expf(float x);
 
-/* y[i] = tl_expf(x[i]) for i < n, bit for bit. x == y is allowed, any other overlap is not. n as for the conversions. */
+/* y[i] = tl_expf(x[i]) for i < n, bit for bit. x == y is allowed, any other overlap is not. n as
+ * for the conversions. */
 TL_API void tl_exp_f32(const float *x, float *y, int64_t n);
 
 TL_END_DECLS

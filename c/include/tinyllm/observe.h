@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* observe.h: what a call did and when, and what the memory could do: for tools that draw and measure. */
+/* observe.h: what a call did and when, and what the memory could do: for tools that draw and
+ * measure. */
 #ifndef TINYLLM_OBSERVE_H
 #define TINYLLM_OBSERVE_H
 
@@ -8,18 +9,21 @@
 
 /* What an event was. */
 #define TL_TRACE_ROWS 0   /* rows of one sequence walked over K and V */
-#define TL_TRACE_SHARED 1 /* rows of several sequences, from `seq` on, walked over the splits they share */
+/* rows of several sequences, from `seq` on, walked over the splits they share */
+#define TL_TRACE_SHARED 1
 #define TL_TRACE_MERGE 2  /* states of splits merged; seq and kv_head are -1 */
 
 /* One piece of work of a call. 72 bytes, in this order. */
 typedef struct {
     int32_t worker, what;
     int64_t seq, kv_head, first_token, n_tokens;
-    int64_t first_split, n_splits; /* of TL_ATTN_SPLIT positions each: those that any of the rows sees */
+    /* of TL_ATTN_SPLIT positions each: those that any of the rows sees */
+    int64_t first_split, n_splits;
     int64_t begin_ns, end_ns;      /* CLOCK_MONOTONIC */
 } tl_trace_event;
 
-/* Where a call writes its events down, in no order. The caller owns all of it; not to be given to two calls at once. */
+/* Where a call writes its events down, in no order. The caller owns all of it; not to be given to
+ * two calls at once. */
 typedef struct {
     tl_trace_event *events; /* [capacity]; may be NULL for 0 */
     int64_t capacity;
@@ -28,18 +32,22 @@ typedef struct {
 
 TL_BEGIN_DECLS
 
-/* Reads what a decode step would, in its order, and computes nothing: the first byte of every 64 of the K and V rows of the
- * last `window` (<= 0: all) of ctx_lens[s] positions of B sequences, head by head. *word: the xor of those bytes. A step of
- * attention over the same bytes cannot be much faster; the time of this call is what it is measured against.
+/* Reads what a decode step would, in its order, and computes nothing: the first byte of every 64 of
+ * the K and V rows of the last `window` (<= 0: all) of ctx_lens[s] positions of B sequences, head
+ * by head. *word: the xor of those bytes. A step of attention over the same bytes cannot be much
+ * faster; the time of this call is what it is measured against.
  *
- *   block_tables  [B] rows of table_stride entries; only entries of positions that are read are looked at
+ *   block_tables  [B] rows of table_stride entries; only entries of positions that are read are
+ *                 looked at
  *   ctx_lens      [B] tokens, >= 0
  *
- * Allocates nothing. Errors, *word untouched: TL_EINVAL for a NULL pointer (tp may be NULL), a view that is not sound (see
- * tl_paged_attn_f32), B < 0, table_stride < 1, sizes beyond the address space, a context length that is negative or beyond the
- * table, an entry that would be read and names no block; TL_EBUSY. Threads: as for tl_paged_attn_f32. */
-TL_API tl_status tl_kv_read(const tl_kv_view *view, const uint32_t *block_tables, int64_t table_stride, const int32_t *ctx_lens,
-                            int64_t B, int64_t window, tl_pool *tp, uint64_t *word);
+ * Allocates nothing. Errors, *word untouched: TL_EINVAL for a NULL pointer (tp may be NULL), a view
+ * that is not sound (see tl_paged_attn_f32), B < 0, table_stride < 1, sizes beyond the address
+ * space, a context length that is negative or beyond the table, an entry that would be read and
+ * names no block; TL_EBUSY. Threads: as for tl_paged_attn_f32. */
+TL_API tl_status tl_kv_read(const tl_kv_view *view, const uint32_t *block_tables,
+                            int64_t table_stride, const int32_t *ctx_lens, int64_t B,
+                            int64_t window, tl_pool *tp, uint64_t *word);
 
 TL_END_DECLS
 

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: MIT */
-/* attn_rows.h: the unit of attention that every entry point is cut into: a few query rows that share one walk over the
- * K and V of one KV head. A decode step's rows are the heads of a group; a prefill's are those at neighbouring
- * positions.
+/* attn_rows.h: the unit of attention that every entry point is cut into: a few query rows that
+ * share one walk over the K and V of one KV head. A decode step's rows are the heads of a group; a
+ * prefill's are those at neighbouring positions.
  *
- * kv_view says where a layer's K and V lie; the block pool merely fills one in. A contiguous cache is a view of one
- * long block. */
+ * kv_view says where a layer's K and V lie; the block pool merely fills one in. A contiguous cache
+ * is a view of one long block. */
 #ifndef TL_ATTN_ROWS_H
 #define TL_ATTN_ROWS_H
 
@@ -13,8 +13,8 @@
 
 #include "tinyllm/attention.h"
 
-/* One side (K or V) of a layer: element (block, head, slot, d) lies at base + block*block_stride + head*head_stride +
- * slot*token_stride + d, in elements of the view's dtype. */
+/* One side (K or V) of a layer: element (block, head, slot, d) lies at base + block*block_stride +
+ * head*head_stride + slot*token_stride + d, in elements of the view's dtype. */
 struct kv_side {
     const void *base;
     int64_t block_stride, head_stride, token_stride;
@@ -26,34 +26,46 @@ struct kv_view {
     int64_t block_tokens, k_dim, v_dim;
 };
 
-static inline struct kv_side attn_side_of(const tl_kv_view *v, const void *base, int64_t block, int64_t head, int64_t token)
+static inline struct kv_side attn_side_of(const tl_kv_view *v, const void *base, int64_t block,
+                                          int64_t head, int64_t token)
 {
-    return (struct kv_side){base, v->n_blocks > 1 ? block : 0, v->n_kv_heads > 1 ? head : 0, v->block_tokens > 1 ? token : 0};
+    return (struct kv_side){base, v->n_blocks > 1 ? block : 0, v->n_kv_heads > 1 ? head : 0,
+                            v->block_tokens > 1 ? token : 0};
 }
 
-/* The same of a sound view. The stride of an axis with one step may be anything: it is not taken. */
+/* The same of a sound view. The stride of an axis with one step may be anything: it is not
+ * taken. */
 static inline struct kv_view attn_view_of(const tl_kv_view *v)
 {
-    return (struct kv_view){.k = attn_side_of(v, v->k, v->k_block_stride, v->k_head_stride, v->k_token_stride),
-                            .v = attn_side_of(v, v->v, v->v_block_stride, v->v_head_stride, v->v_token_stride),
-                            .dtype = (tl_dtype)v->dtype, .block_tokens = v->block_tokens,
-                            .k_dim = v->head_dim_k, .v_dim = v->head_dim_v};
+    return (struct kv_view){
+        .k = attn_side_of(v, v->k, v->k_block_stride, v->k_head_stride, v->k_token_stride),
+        .v = attn_side_of(v, v->v, v->v_block_stride, v->v_head_stride, v->v_token_stride),
+        .dtype = (tl_dtype)v->dtype,
+        .block_tokens = v->block_tokens,
+        .k_dim = v->head_dim_k,
+        .v_dim = v->head_dim_v};
 }
 
 enum {
     ATTN_ROWS = 32,        /* most rows of one job */
     ATTN_ROW_BLOCK = 4,    /* most rows whose dots and values share registers */
     ATTN_ACC = 4096,       /* floats of unnormalised values a job holds */
-    ATTN_SCORES = 4096,    /* floats of exponentiated scores a job holds: a run of ATTN_ROWS rows, or a split of one */
-    ATTN_RUN_TILES = 4,    /* tiles scored before their values are added, where the rows' values fit in ATTN_ACC */
+    /* floats of exponentiated scores a job holds: a run of ATTN_ROWS rows, or a split of one */
+    ATTN_SCORES = 4096,
+    /* tiles scored before their values are added, where the rows' values fit in ATTN_ACC */
+    ATTN_RUN_TILES = 4,
     ATTN_AHEAD = 4,        /* tiles between finding or fetching one and its use */
-    ATTN_AGAIN = 3,        /* the same for fetching it once more: memory that is busy drops prefetches */
-    ATTN_LAST = 1,         /* and a third time, where there are instructions to spare (V16_FETCHES) */
-    ATTN_RING = 8,         /* tiles found and still needed: a power of two, ATTN_AHEAD + ATTN_RUN_TILES or more */
+    /* the same for fetching it once more: memory that is busy drops prefetches */
+    ATTN_AGAIN = 3,
+    /* and a third time, where there are instructions to spare (V16_FETCHES) */
+    ATTN_LAST = 1,
+    /* tiles found and still needed: a power of two, ATTN_AHEAD + ATTN_RUN_TILES or more */
+    ATTN_RING = 8,
     ATTN_SPLIT_TILES = TL_ATTN_SPLIT / TL_ATTN_TILE
 };
 
-/* (m, L) of the splits merged so far, whose values are in the row's out; from { -INFINITY, 0 } on. */
+/* (m, L) of the splits merged so far, whose values are in the row's out; from { -INFINITY, 0 }
+ * on. */
 struct attn_state {
     float m, denominator;
 };
@@ -63,8 +75,11 @@ struct attn_row {
     const float *q; /* [k_dim] */
     float *out;     /* [v_dim]; holds the merge of the finished splits while the job runs */
     float *lse;     /* or NULL */
-    float *state;   /* NULL; or where the state of a row goes that sees no more than one split: m, L, then [v_dim], which is `out` */
-    struct attn_state *carry; /* of a job that resumes or suspends: the splits before, the splits so far */
+    /* NULL; or where the state of a row goes that sees no more than one split: m, L, then [v_dim],
+     * which is `out` */
+    float *state;
+    /* of a job that resumes or suspends: the splits before, the splits so far */
+    struct attn_state *carry;
     float sink;     /* -inf: none */
     float slope;    /* ALiBi's, where the job has it */
     int64_t pos, lo, hi;
@@ -84,13 +99,17 @@ struct tile_rows {
 
 /* What the values of a block of rows must know of a tile that was scored. */
 struct tile_note {
-    uint8_t lo[ATTN_ROW_BLOCK], hi[ATTN_ROW_BLOCK]; /* the slots that count for each row; [0] for all where they are alike */
+    /* the slots that count for each row; [0] for all where they are alike */
+    uint8_t lo[ATTN_ROW_BLOCK], hi[ATTN_ROW_BLOCK];
     bool alike;                                     /* all rows of the block count the same slots */
-    bool rescaled;                                  /* the past of some row is to be multiplied by alpha first */
-    float alpha[ATTN_ROW_BLOCK];                    /* set where rescaled; 1 for rows whose maximum did not rise */
+    /* the past of some row is to be multiplied by alpha first */
+    bool rescaled;
+    /* set where rescaled; 1 for rows whose maximum did not rise */
+    float alpha[ATTN_ROW_BLOCK];
 };
 
-/* How a finished split joins the splits before it: out = x_scale * out + y_scale * acc, unless one side is empty. */
+/* How a finished split joins the splits before it: out = x_scale * out + y_scale * acc, unless one
+ * side is empty. */
 struct join {
     enum { JOIN_KEEP, JOIN_TAKE, JOIN_BLEND } how;
     float x_scale, y_scale;
@@ -104,7 +123,8 @@ struct attn_end {
     int64_t dim;
 };
 
-/* What a job computes in: on the stack of decode, in the arena of prefill. Nothing in it outlives the job. */
+/* What a job computes in: on the stack of decode, in the arena of prefill. Nothing in it outlives
+ * the job. */
 struct attn_work {
     _Alignas(64) float acc[ATTN_ACC];       /* [n_rows][columns]: the current split's values */
     _Alignas(64) float q_copy[ATTN_ACC];    /* [row block][d / 16][row of the block][16] */
@@ -115,16 +135,18 @@ struct attn_work {
     float split_max[ATTN_ROWS];             /* m of the current split */
     float max[ATTN_ROWS], denominator[ATTN_ROWS]; /* m and L of the splits merged so far */
     struct join join[ATTN_ROWS];
-    const float *q;                         /* q_copy, or the only row of a wide head where it lies */
+    /* q_copy, or the only row of a wide head where it lies */
+    const float *q;
     int64_t q_stride, acc_stride;           /* floats of a row in it and in acc */
 
-    /* The walk: tiles are found ATTN_AHEAD before they are scored. Number n of the walk is ring[n % ATTN_RING] and again
-     * ATTN_RING further on, so that those after it follow in memory. */
+    /* The walk: tiles are found ATTN_AHEAD before they are scored. Number n of the walk is ring[n %
+     * ATTN_RING] and again ATTN_RING further on, so that those after it follow in memory. */
     struct attn_path path;                  /* what is walked: what any row of the job sees */
     int64_t all_lo, all_hi;                 /* the positions that every row sees */
     struct {
         struct attn_path path;              /* `path`, and towards its end the job's `next` */
-        int64_t n, tile, block, slot;       /* the tile to be found next, and where its first position is in the table */
+        /* the tile to be found next, and where its first position is in the table */
+        int64_t n, tile, block, slot;
         bool is_next;
     } ahead;
     struct tile_rows ring[2 * ATTN_RING];
@@ -137,9 +159,12 @@ struct attn_job {
     float scale, softcap; /* 0: none */
     bool has_alibi;
     bool resumes;  /* rows go on from their carry and out; lo is where a split begins */
-    bool suspends; /* rows are not finished: their carry and out are left for a job that resumes; hi is where a split ends */
+    /* rows are not finished: their carry and out are left for a job that resumes; hi is where a
+     * split ends */
+    bool suspends;
     struct attn_work *work;
-    const struct attn_path *next; /* what the caller will walk after this, to be fetched early; or NULL */
+    /* what the caller will walk after this, to be fetched early; or NULL */
+    const struct attn_path *next;
     int n_rows; /* 1 .. attn_max_rows(k_dim, v_dim) */
     const struct attn_row *row;
 };
@@ -150,7 +175,8 @@ static inline int64_t attn_padded(int64_t dim)
     return (dim + 15) / 16 * 16;
 }
 
-/* How many rows of these widths one job takes: as many as have room for their queries and values, or one. */
+/* How many rows of these widths one job takes: as many as have room for their queries and values,
+ * or one. */
 static inline int attn_max_rows(int64_t k_dim, int64_t v_dim)
 {
     const int64_t dim = k_dim > v_dim ? k_dim : v_dim;

@@ -1,44 +1,52 @@
 /* SPDX-License-Identifier: MIT */
-/* attn_rows.isa.c: the arithmetic of a few query rows over one walk of K and V, the same for prefill and decode.
+/* attn_rows.isa.c: the arithmetic of a few query rows over one walk of K and V, the same for
+ * prefill and decode.
  *
- * Words. tile: sixteen consecutive positions, [16t, 16t+16). split: 1024 positions, [1024i, 1024i+1024). run: the tiles
- * that are scored (attn_score.h) before their values are added (attn_values.h): a few of them, so that K and V of a run
- * stay in the nearest cache. walk: the tiles in order, found and fetched some tiles early (attn_walk.h). column: one of the
- * head_dim elements of a value.
+ * Words. tile: sixteen consecutive positions, [16t, 16t+16). split: 1024 positions, [1024i,
+ * 1024i+1024). run: the tiles that are scored (attn_score.h) before their values are added
+ * (attn_values.h): a few of them, so that K and V of a run stay in the nearest cache. walk: the
+ * tiles in order, found and fetched some tiles early (attn_walk.h). column: one of the head_dim
+ * elements of a value.
  *
- * For each split a row has a state (m, l, a): maximum, sixteen lanes of the denominator, unnormalised values. A
- * finished split is merged into `out`, in order; then the sink joins and the row is finished. Where every value of
- * every row fits in work->acc the columns go together, run by run; a wider head is scored a whole split at a time and
- * its columns follow in pieces. The bits are the same. */
+ * For each split a row has a state (m, l, a): maximum, sixteen lanes of the denominator,
+ * unnormalised values. A finished split is merged into `out`, in order; then the sink joins and the
+ * row is finished. Where every value of every row fits in work->acc the columns go together, run by
+ * run; a wider head is scored a whole split at a time and its columns follow in pieces. The bits
+ * are the same. */
 #include "kernels/attn_values.h"
 #include "kernels/kernels.h"
 
 /* ---- blocks of rows ---- */
 
-/* What is done to a block is a function of its own for each number of rows and dtype, so that both are constants inside and
- * a compiler has all registers for one block. */
-typedef void score_fn(const job_t *job, int r0, struct run run, int64_t t, const struct tile_rows *rows);
-typedef void values_fn(const job_t *job, int r0, struct run run, const struct tile_rows *rows, struct columns columns);
+/* What is done to a block is a function of its own for each number of rows and dtype, so that both
+ * are constants inside and a compiler has all registers for one block. */
+typedef void score_fn(const job_t *job, int r0, struct run run, int64_t t,
+                      const struct tile_rows *rows);
+typedef void values_fn(const job_t *job, int r0, struct run run, const struct tile_rows *rows,
+                       struct columns columns);
 typedef void absorb_fn(const job_t *job, int r0, struct run run);
 
-#define DEFINE_BLOCK(n_rows, dtype)                                                                                            \
-    static __attribute__((noinline)) void score_##n_rows##_##dtype(const job_t *job, int r0, struct run run, int64_t t,        \
-                                                                   const struct tile_rows *rows)                               \
-    {                                                                                                                          \
-        score_tile(job, r0, n_rows, run, t, rows, dtype);                                                                      \
-    }                                                                                                                          \
-    static __attribute__((noinline)) void values_##n_rows##_##dtype(const job_t *job, int r0, struct run run,                  \
-                                                                    const struct tile_rows *rows, struct columns columns)      \
-    {                                                                                                                          \
-        add_columns(job, r0, n_rows, run, rows, columns, dtype);                                                               \
+#define DEFINE_BLOCK(n_rows, dtype)                                                        \
+    static __attribute__((noinline)) void score_##n_rows##_##dtype(                        \
+        const job_t *job, int r0, struct run run, int64_t t, const struct tile_rows *rows) \
+    {                                                                                      \
+        score_tile(job, r0, n_rows, run, t, rows, dtype);                                  \
+    }                                                                                      \
+    static __attribute__((noinline)) void values_##n_rows##_##dtype(                       \
+        const job_t *job, int r0, struct run run, const struct tile_rows *rows,            \
+        struct columns columns)                                                            \
+    {                                                                                      \
+        add_columns(job, r0, n_rows, run, rows, columns, dtype);                           \
     }
-#define DEFINE_ABSORB(n_rows, _)                                                                                               \
-    static __attribute__((noinline)) void absorb_##n_rows(const job_t *job, int r0, struct run run)                            \
-    {                                                                                                                          \
-        for (int64_t t = run.first; t < run.end; t++)                                                                          \
-            absorb_tile(job, r0, n_rows, run, t);                                                                              \
+#define DEFINE_ABSORB(n_rows, _)                                                                 \
+    static                                                                                       \
+        __attribute__((noinline)) void absorb_##n_rows(const job_t *job, int r0, struct run run) \
+    {                                                                                            \
+        for (int64_t t = run.first; t < run.end; t++)                                            \
+            absorb_tile(job, r0, n_rows, run, t);                                                \
     }
-#define ENTER_BLOCK(n_rows, dtype) [dtype][n_rows] = {score_##n_rows##_##dtype, values_##n_rows##_##dtype},
+#define ENTER_BLOCK(n_rows, dtype) \
+    [dtype][n_rows] = {score_##n_rows##_##dtype, values_##n_rows##_##dtype},
 #define ENTER_ABSORB(n_rows, _) [n_rows] = absorb_##n_rows,
 
 #if V16_ROWS == 4
@@ -54,7 +62,8 @@ EACH_COUNT(DEFINE_ABSORB, )
 static const struct {
     score_fn *score;
     values_fn *values;
-} block_fns[][V16_ROWS + 1] = {EACH_COUNT(ENTER_BLOCK, TL_F16) EACH_COUNT(ENTER_BLOCK, TL_BF16) EACH_COUNT(ENTER_BLOCK, TL_F32)};
+} block_fns[][V16_ROWS + 1] = {EACH_COUNT(ENTER_BLOCK, TL_F16) EACH_COUNT(ENTER_BLOCK, TL_BF16)
+                                   EACH_COUNT(ENTER_BLOCK, TL_F32)};
 static absorb_fn *const absorb_fns[V16_ROWS + 1] = {EACH_COUNT(ENTER_ABSORB, )};
 
 V16_INLINE int rows_of_block(const job_t *job, int r0)
@@ -75,7 +84,8 @@ static void score_run(const job_t *job, struct run run)
         absorb_fns[rows_of_block(job, r0)](job, r0, run);
 }
 
-static void add_run(const job_t *job, struct run run, const struct tile_rows *rows, struct columns columns)
+static void add_run(const job_t *job, struct run run, const struct tile_rows *rows,
+                    struct columns columns)
 {
     for (int r0 = 0; r0 < job->n_rows; r0 += V16_ROWS)
         block_fns[job->view->dtype][rows_of_block(job, r0)].values(job, r0, run, rows, columns);
@@ -93,7 +103,8 @@ static void open_split(const job_t *job)
     }
 }
 
-/* Merges the state (m, L) = (y, sum) of a split into that of the splits before it, and says how its values are to follow. */
+/* Merges the state (m, L) = (y, sum) of a split into that of the splits before it, and says how its
+ * values are to follow. */
 V16_INLINE struct join join_state(float *m, float *denominator, float y, float sum)
 {
     const float x = *m;
@@ -118,7 +129,8 @@ static void join_values(struct join join, const float *values, float *out, int64
         const int64_t n = width - c;
         v16 y = n < 16 ? v16_load_n(values + c, n) : v16_load(values + c);
         if (join.how == JOIN_BLEND)
-            y = v16_fma(x_scale, n < 16 ? v16_load_n(out + c, n) : v16_load(out + c), v16_mul(y_scale, y));
+            y = v16_fma(x_scale, n < 16 ? v16_load_n(out + c, n) : v16_load(out + c),
+                        v16_mul(y_scale, y));
         if (n < 16)
             v16_store_n(out + c, y, n);
         else
@@ -130,14 +142,16 @@ static void join_split(const job_t *job)
 {
     work_t *work = job->work;
     for (int r = 0; r < job->n_rows; r++)
-        work->join[r] = join_state(&work->max[r], &work->denominator[r], work->split_max[r], v16_fold(v16_load(work->sum[r])));
+        work->join[r] = join_state(&work->max[r], &work->denominator[r], work->split_max[r],
+                                   v16_fold(v16_load(work->sum[r])));
 }
 
 static void join_columns(const job_t *job, struct columns columns)
 {
     const work_t *work = job->work;
     for (int r = 0; r < job->n_rows; r++)
-        join_values(work->join[r], work->acc + r * columns.stride, job->row[r].out + columns.first, columns.width);
+        join_values(work->join[r], work->acc + r * columns.stride, job->row[r].out + columns.first,
+                    columns.width);
 }
 
 /* All columns together, run by run. The values of a lone split stay in acc. */
@@ -191,7 +205,8 @@ static void fill_row(float *out, int64_t dim, float value)
         out[d] = value;
 }
 
-/* The sink joins the denominator of (m, L), which sees at least one key: returns what the values shrink by. */
+/* The sink joins the denominator of (m, L), which sees at least one key: returns what the values
+ * shrink by. */
 static float join_sink(float sink, float *m, float *denominator)
 {
     const float top = canon_max2(*m, sink), shrink = canon_exp1(*m - top);
@@ -200,7 +215,8 @@ static float join_sink(float sink, float *m, float *denominator)
     return shrink;
 }
 
-/* Writes what a row amounts to, once the last split has joined. `values` are the unnormalised ones; they may be out itself. */
+/* Writes what a row amounts to, once the last split has joined. `values` are the unnormalised ones;
+ * they may be out itself. */
 static void finish_row(const struct attn_end *end, float m, float denominator, const float *values)
 {
     float lse = 0;
@@ -247,25 +263,30 @@ static void end_row(const job_t *job, int r, const float *values)
     else if (row->state)
         keep_state(row->state, m, denominator, values, job->view->v_dim);
     else
-        finish_row(&(struct attn_end){row->out, row->lse, row->sink, job->view->v_dim}, m, denominator, values);
+        finish_row(&(struct attn_end){row->out, row->lse, row->sink, job->view->v_dim}, m,
+                   denominator, values);
 }
 
 /* ---- states that were kept ---- */
 
-void TL_ISA_FN(attn_join_row)(const struct attn_end *end, struct attn_state *row, const float *states, int64_t n_splits, bool last);
+void TL_ISA_FN(attn_join_row)(const struct attn_end *end, struct attn_state *row,
+                              const float *states, int64_t n_splits, bool last);
 
-void TL_ISA_FN(attn_join_row)(const struct attn_end *end, struct attn_state *row, const float *states, int64_t n_splits, bool last)
+void TL_ISA_FN(attn_join_row)(const struct attn_end *end, struct attn_state *row,
+                              const float *states, int64_t n_splits, bool last)
 {
     for (int64_t i = 0; i < n_splits; i++, states += 2 + end->dim)
-        join_values(join_state(&row->m, &row->denominator, states[0], states[1]), states + 2, end->out, end->dim);
+        join_values(join_state(&row->m, &row->denominator, states[0], states[1]), states + 2,
+                    end->out, end->dim);
     if (last)
         finish_row(end, row->m, row->denominator, end->out);
 }
 
 /* ---- a job ---- */
 
-/* Rows of q are read again with every tile: a block's rows are laid side by side on cache lines of their own, so that one
- * pointer reaches them all and no load crosses two lines. A wide head, which comes alone, is read where it lies. */
+/* Rows of q are read again with every tile: a block's rows are laid side by side on cache lines of
+ * their own, so that one pointer reaches them all and no load crosses two lines. A wide head, which
+ * comes alone, is read where it lies. */
 static void line_up_queries(const job_t *job, bool narrow)
 {
     work_t *work = job->work;
@@ -286,7 +307,8 @@ void TL_ISA_FN(attn_rows)(const struct attn_job *job);
 
 void TL_ISA_FN(attn_rows)(const struct attn_job *job)
 {
-    const bool narrow = job->n_rows * attn_padded(max64(job->view->k_dim, job->view->v_dim)) <= ATTN_ACC;
+    const bool narrow =
+        job->n_rows * attn_padded(max64(job->view->k_dim, job->view->v_dim)) <= ATTN_ACC;
     line_up_queries(job, narrow);
     find_path(job);
     for (int r = 0; r < job->n_rows; r++) {
@@ -296,7 +318,8 @@ void TL_ISA_FN(attn_rows)(const struct attn_job *job)
     const int64_t first = job->work->path.lo / 16, end = (job->work->path.hi + 15) / 16;
     if (first < end)
         walk_from(job, job->work->path.lo);
-    const bool lone = narrow && !job->resumes && !job->suspends && first / ATTN_SPLIT_TILES == (end - 1) / ATTN_SPLIT_TILES;
+    const bool lone = narrow && !job->resumes && !job->suspends &&
+                      first / ATTN_SPLIT_TILES == (end - 1) / ATTN_SPLIT_TILES;
     for (int64_t t = first; t < end;) {
         const int64_t split_end = (t / ATTN_SPLIT_TILES + 1) * ATTN_SPLIT_TILES;
         const struct run split = {t, min64(split_end, end), 0, true};

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* attn_score.h: the scores of a tile and what they do to a row's maximum and denominator. Part of attn_rows.isa.c. */
+/* attn_score.h: the scores of a tile and what they do to a row's maximum and denominator. Part of
+ * attn_rows.isa.c. */
 #ifndef TL_ATTN_SCORE_H
 #define TL_ATTN_SCORE_H
 
@@ -8,8 +9,8 @@
 #include "kernels/attn_walk.h"
 #include "numerics/canon.h"
 
-/* Tiles [first, end), scored before their values are added. Scores and notes of the first block's first tile stand at
- * `place`, those of the next blocks ATTN_RUN_TILES further on each. */
+/* Tiles [first, end), scored before their values are added. Scores and notes of the first block's
+ * first tile stand at `place`, those of the next blocks ATTN_RUN_TILES further on each. */
 struct run {
     int64_t first, end, place;
     bool is_fresh; /* the first of its split: values start from zero */
@@ -28,12 +29,14 @@ struct slots {
 /* Those of tile t that lie in positions lo .. hi-1. */
 V16_INLINE struct slots slots_of(int64_t t, int64_t lo, int64_t hi)
 {
-    return (struct slots){(int)min64(max64(lo - t * 16, 0), 16), (int)max64(min64(hi - t * 16, 16), 0)};
+    return (struct slots){(int)min64(max64(lo - t * 16, 0), 16),
+                          (int)max64(min64(hi - t * 16, 16), 0)};
 }
 
 /* ---- dots ---- */
 
-/* What is fetched in a step, if anything: element d of every fourth row of K or of V, from `row` on. */
+/* What is fetched in a step, if anything: element d of every fourth row of K or of V, from `row`
+ * on. */
 struct wish {
     const void *const *row;
     int64_t d;
@@ -47,10 +50,11 @@ V16_INLINE void grant(struct wish wish, int k, tl_dtype dtype)
         fetch_ahead(wish.row + 4 * k, wish.d + 16, dtype);
 }
 
-/* Lanes lane .. lane+V16_REG_LANES-1 of the elements d .. d+15 of n_keys keys with n_rows rows. Sixteen elements of a row
- * of q are followed by those of the next row of the block. Lines are fetched between the keys, not in a crowd. */
-V16_INLINE void dot_step(int n_rows, int n_keys, const float *q, const void *const *key, int64_t d, int lane, tl_dtype dtype,
-                         struct wish wish, vreg sum[4][4])
+/* Lanes lane .. lane+V16_REG_LANES-1 of the elements d .. d+15 of n_keys keys with n_rows rows.
+ * Sixteen elements of a row of q are followed by those of the next row of the block. Lines are
+ * fetched between the keys, not in a crowd. */
+V16_INLINE void dot_step(int n_rows, int n_keys, const float *q, const void *const *key, int64_t d,
+                         int lane, tl_dtype dtype, struct wish wish, vreg sum[4][4])
 {
     vreg y[4];
     EACH_OF_4(r, n_rows, y[r] = vreg_keep(vreg_load(q + d * n_rows + 16 * r + lane)));
@@ -61,14 +65,17 @@ V16_INLINE void dot_step(int n_rows, int n_keys, const float *q, const void *con
     });
 }
 
-/* Register i of the lanes of the dots with keys key[0], key[4], ...: lane l sums d = l, l+16, ... in rising order. In two
- * steps of f16 a line of K goes by: the first fetches one of K, the second one of V. One row alone is quick with its dots
- * and fetches V while it adds values, so that memory is never without work. */
-V16_INLINE void dot_reg(int n_rows, int n_keys, const float *q, const void *const *key, int i, int64_t whole, tl_dtype dtype,
-                        bool fetches, vreg sum[4][4])
+/* Register i of the lanes of the dots with keys key[0], key[4], ...: lane l sums d = l, l+16, ...
+ * in rising order. In two steps of f16 a line of K goes by: the first fetches one of K, the second
+ * one of V. One row alone is quick with its dots and fetches V while it adds values, so that memory
+ * is never without work. */
+V16_INLINE void dot_reg(int n_rows, int n_keys, const float *q, const void *const *key, int i,
+                        int64_t whole, tl_dtype dtype, bool fetches, vreg sum[4][4])
 {
     const int lane = i * V16_REG_LANES;
-    const void *const *wish_k = fetches && i == 0 ? key : NULL, *const *wish_v = wish_k && n_rows > 1 ? key + 16 : NULL;
+    const void *const *wish_k = fetches && i == 0 ? key : NULL, *const *wish_v =
+                                                                    wish_k && n_rows > 1 ? key + 16
+                                                                                         : NULL;
     int64_t d = 0;
     EACH_OF_4(r, n_rows, EACH_OF_4(k, n_keys, sum[r][k] = vreg_zero()));
     for (; d + 32 <= whole; d += 32) {
@@ -82,19 +89,22 @@ V16_INLINE void dot_reg(int n_rows, int n_keys, const float *q, const void *cons
     }
 }
 
-/* The last elements of a head that is no multiple of sixteen wide: lanes past its end are left alone. */
-V16_INLINE void dot_rest(int n_rows, const float *q, const void *const *key, int64_t d, int64_t rest, tl_dtype dtype,
-                         v16 lane[4][4])
+/* The last elements of a head that is no multiple of sixteen wide: lanes past its end are left
+ * alone. */
+V16_INLINE void dot_rest(int n_rows, const float *q, const void *const *key, int64_t d,
+                         int64_t rest, tl_dtype dtype, v16 lane[4][4])
 {
     EACH_OF_4(k, 4, {
         const v16 x = load_kv_n(key[4 * k], d, rest, dtype);
-        EACH_OF_4(r, n_rows, lane[r][k] = v16_fma_n(v16_load_n(q + d * n_rows + 16 * r, rest), x, lane[r][k], rest));
+        EACH_OF_4(r, n_rows,
+                  lane[r][k] =
+                      v16_fma_n(v16_load_n(q + d * n_rows + 16 * r, rest), x, lane[r][k], rest));
     });
 }
 
 /* lane[r][k] = the sixteen lanes of the dot of row r with key[4k], not folded yet. */
-V16_INLINE void dot_lanes(int n_rows, const float *q, const void *const *key, int64_t dim, tl_dtype dtype, bool fetches,
-                          v16 lane[4][4])
+V16_INLINE void dot_lanes(int n_rows, const float *q, const void *const *key, int64_t dim,
+                          tl_dtype dtype, bool fetches, v16 lane[4][4])
 {
     const int n_keys = V16_KEYS(n_rows);
     const int64_t whole = dim & ~(int64_t)15;
@@ -116,9 +126,10 @@ V16_INLINE bool is_seen(int g, struct slots seen)
     return ((g - seen.lo) & 3) < seen.hi - seen.lo;
 }
 
-/* dot[r] = the sixteen dots of row r with the keys of a tile; those of slots not seen may be anything. */
-V16_INLINE void tile_dots(int n_rows, const float *q, const void *const *key, int64_t dim, tl_dtype dtype, bool fetches,
-                          struct slots seen, v16 *dot)
+/* dot[r] = the sixteen dots of row r with the keys of a tile; those of slots not seen may be
+ * anything. */
+V16_INLINE void tile_dots(int n_rows, const float *q, const void *const *key, int64_t dim,
+                          tl_dtype dtype, bool fetches, struct slots seen, v16 *dot)
 {
     v16 quad[4][4];
     for (int g = 0; g < 4; g++) {
@@ -129,16 +140,18 @@ V16_INLINE void tile_dots(int n_rows, const float *q, const void *const *key, in
             continue;
         }
         dot_lanes(n_rows, q, key + g, dim, dtype, fetches, lane);
-        EACH_OF_4(r, n_rows, quad[r][g] = v16_quads(lane[r][0], lane[r][1], lane[r][2], lane[r][3]));
+        EACH_OF_4(r, n_rows,
+                  quad[r][g] = v16_quads(lane[r][0], lane[r][1], lane[r][2], lane[r][3]));
     }
     EACH_OF_4(r, n_rows, dot[r] = v16_fold_quads(quad[r][0], quad[r][1], quad[r][2], quad[r][3]));
 }
 
 /* ---- maximum and denominator ---- */
 
-/* The maxima of a block whose rows see the same slots, where all that happens is that some rise: false, and nothing changed,
- * where a score is NaN or +inf or a maximum not finite. */
-static __attribute__((noinline)) bool raise_maxima(work_t *work, int r0, int n_rows, const float *score, struct tile_note *note)
+/* The maxima of a block whose rows see the same slots, where all that happens is that some rise:
+ * false, and nothing changed, where a score is NaN or +inf or a maximum not finite. */
+static __attribute__((noinline)) bool raise_maxima(work_t *work, int r0, int n_rows,
+                                                   const float *score, struct tile_note *note)
 {
     float m[4];
     for (int r = 0; r < n_rows; r++) {
@@ -162,14 +175,15 @@ static __attribute__((noinline)) bool raise_maxima(work_t *work, int r0, int n_r
     return work->steady[r0 / V16_ROWS] = true;
 }
 
-/* One row takes in the scores of the slots it sees of a tile, whatever they are. False where they count for nothing: none is
- * seen, or m stays at -inf. */
+/* One row takes in the scores of the slots it sees of a tile, whatever they are. False where they
+ * count for nothing: none is seen, or m stays at -inf. */
 static bool absorb_row(work_t *work, int row, float *score, struct slots seen, float *alpha)
 {
     if (seen.lo >= seen.hi)
         return false;
     const v16 s = v16_only(v16_load(score), seen.lo, seen.hi);
-    const float old = work->split_max[row], m = v16_all_le(s, v16_set1(old)) ? old : canon_max(old, s);
+    const float old = work->split_max[row],
+                m = v16_all_le(s, v16_set1(old)) ? old : canon_max(old, s);
     v16 sum = v16_load(work->sum[row]);
     if (m != old) { /* as NaN does */
         *alpha = canon_exp1(old - m);
@@ -185,7 +199,8 @@ static bool absorb_row(work_t *work, int row, float *score, struct slots seen, f
 }
 
 /* Any tile of a block: its rows one by one. */
-static __attribute__((noinline)) void absorb_rows(const job_t *job, int r0, int n_rows, int64_t t, float *score, struct tile_note *note)
+static __attribute__((noinline)) void absorb_rows(const job_t *job, int r0, int n_rows, int64_t t,
+                                                  float *score, struct tile_note *note)
 {
     work_t *work = job->work;
     bool steady = true;
@@ -202,15 +217,17 @@ static __attribute__((noinline)) void absorb_rows(const job_t *job, int r0, int 
     work->steady[r0 / V16_ROWS] = steady;
 }
 
-/* A block of rows takes in the scores of a tile: raises m, adds exp(s - m) to l and leaves it in place of s. Where m does not
- * rise nothing is rescaled. Slots not seen add exp(-inf) = +0, which changes no lane of l. */
+/* A block of rows takes in the scores of a tile: raises m, adds exp(s - m) to l and leaves it in
+ * place of s. Where m does not rise nothing is rescaled. Slots not seen add exp(-inf) = +0, which
+ * changes no lane of l. */
 V16_INLINE void absorb_tile(const job_t *job, int r0, int n_rows, struct run run, int64_t t)
 {
     work_t *work = job->work;
     const int64_t place = place_of(run, r0, t);
     float *score = work->score + place * V16_ROWS * 16;
     struct tile_note *note = work->note + place;
-    const struct slots seen = slots_of(t, work->path.lo, work->path.hi), by_all = slots_of(t, work->all_lo, work->all_hi);
+    const struct slots seen = slots_of(t, work->path.lo, work->path.hi),
+                       by_all = slots_of(t, work->all_lo, work->all_hi);
     const bool alike = seen.lo == by_all.lo && seen.hi == by_all.hi;
     bool calm = alike & work->steady[r0 / V16_ROWS];
     v16 s[4];
@@ -237,7 +254,8 @@ V16_INLINE void absorb_tile(const job_t *job, int r0, int n_rows, struct run run
 }
 
 /* What some models do to a scaled score: a soft cap, then a slope over the distance to the key. */
-static __attribute__((noinline)) void bend_scores(const job_t *job, int r0, int n_rows, int64_t t, float *score)
+static __attribute__((noinline)) void bend_scores(const job_t *job, int r0, int n_rows, int64_t t,
+                                                  float *score)
 {
     static const float lane_number[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     const v16 cap = v16_set1(job->softcap), lane = v16_load(lane_number);
@@ -247,13 +265,15 @@ static __attribute__((noinline)) void bend_scores(const job_t *job, int r0, int 
         if (job->softcap > 0)
             s = v16_mul(cap, canon_tanh(v16_div(s, cap)));
         if (job->has_alibi)
-            s = v16_fma(v16_set1(row->slope), v16_add(v16_set1((float)(t * 16 - row->pos)), lane), s);
+            s = v16_fma(v16_set1(row->slope), v16_add(v16_set1((float)(t * 16 - row->pos)), lane),
+                        s);
         v16_store(score + 16 * r, s);
     }
 }
 
 /* The scores of a block of rows and a tile. The first block fetches for all. */
-V16_INLINE void score_tile(const job_t *job, int r0, int n_rows, struct run run, int64_t t, const struct tile_rows *rows, tl_dtype dtype)
+V16_INLINE void score_tile(const job_t *job, int r0, int n_rows, struct run run, int64_t t,
+                           const struct tile_rows *rows, tl_dtype dtype)
 {
     work_t *work = job->work;
     float *score = work->score + place_of(run, r0, t) * V16_ROWS * 16;

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* attn_values.h: the values of a run, weighted by its exponentiated scores. Part of attn_rows.isa.c. */
+/* attn_values.h: the values of a run, weighted by its exponentiated scores. Part of
+ * attn_rows.isa.c. */
 #ifndef TL_ATTN_VALUES_H
 #define TL_ATTN_VALUES_H
 
@@ -11,16 +12,21 @@ struct columns {
 };
 
 /* n_vec vectors of the value row `v`, from column d on; the only one is n wide. */
-V16_INLINE void load_values(const void *row, int64_t d, int n_vec, int64_t n, tl_dtype dtype, v16 v[8])
+V16_INLINE void load_values(const void *row, int64_t d, int n_vec, int64_t n, tl_dtype dtype,
+                            v16 v[8])
 {
-    EACH_OF_8(i, n_vec, v[i] = n_vec > 1 || n == 16 ? load_kv(row, d + 16 * i, dtype) : load_kv_n(row, d, n, dtype));
+    EACH_OF_8(i, n_vec,
+              v[i] = n_vec > 1 || n == 16 ? load_kv(row, d + 16 * i, dtype)
+                                          : load_kv_n(row, d, n, dtype));
 }
 
-/* n_vec vectors of columns from c on (the last `n` < 16 wide where n_vec is 1) of rows r0 .. r0+n_rows-1 take in the
- * values of a run: rescaled where a maximum rose, then plus p * v for the slots that count in rising order. One row alone
- * fetches V here, each pass over the columns its share of the rows. */
-V16_INLINE void add_values(const job_t *job, int r0, int n_rows, struct run run, const struct tile_rows *rows, struct columns columns,
-                           int64_t c, int n_vec, int64_t n, tl_dtype dtype)
+/* n_vec vectors of columns from c on (the last `n` < 16 wide where n_vec is 1) of rows r0 ..
+ * r0+n_rows-1 take in the values of a run: rescaled where a maximum rose, then plus p * v for the
+ * slots that count in rising order. One row alone fetches V here, each pass over the columns its
+ * share of the rows. */
+V16_INLINE void add_values(const job_t *job, int r0, int n_rows, struct run run,
+                           const struct tile_rows *rows, struct columns columns, int64_t c,
+                           int n_vec, int64_t n, tl_dtype dtype)
 {
     work_t *work = job->work;
     const int64_t d = columns.first + c;
@@ -51,7 +57,8 @@ V16_INLINE void add_values(const job_t *job, int r0, int n_rows, struct run run,
                 load_values(rows->value[j], d, n_vec, n, dtype, v);
                 EACH_OF_4(r, n_rows, {
                     if (j >= note->lo[r] && j < note->hi[r])
-                        EACH_OF_8(i, n_vec, acc[r][i] = v16_fma(v16_set1(p[16 * r + j]), v[i], acc[r][i]));
+                        EACH_OF_8(i, n_vec,
+                                  acc[r][i] = v16_fma(v16_set1(p[16 * r + j]), v[i], acc[r][i]));
                 });
             }
         }
@@ -61,8 +68,8 @@ V16_INLINE void add_values(const job_t *job, int r0, int n_rows, struct run run,
 }
 
 /* All columns of a block of rows. */
-V16_INLINE void add_columns(const job_t *job, int r0, int n_rows, struct run run, const struct tile_rows *rows, struct columns columns,
-                            tl_dtype dtype)
+V16_INLINE void add_columns(const job_t *job, int r0, int n_rows, struct run run,
+                            const struct tile_rows *rows, struct columns columns, tl_dtype dtype)
 {
     const int n_vec = V16_COLS(n_rows);
     int64_t c = 0;

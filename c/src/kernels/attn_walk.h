@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* attn_walk.h: where K and V of tile after tile lie, found through the block table, and fetched before they are needed.
+/* attn_walk.h: where K and V of tile after tile lie, found through the block table, and fetched
+ * before they are needed.
  * Part of attn_rows.isa.c. */
 #ifndef TL_ATTN_WALK_H
 #define TL_ATTN_WALK_H
@@ -10,12 +11,19 @@
 typedef struct attn_job job_t;
 typedef struct attn_work work_t;
 
-/* The body for i = 0 .. n-1, n <= 4 or 8, written out with i a constant: GCC keeps arrays of registers in registers only
- * where every index is a constant before its loop passes. */
+/* The body for i = 0 .. n-1, n <= 4 or 8, written out with i a constant: GCC keeps arrays of
+ * registers in registers only where every index is a constant before its loop passes. */
 #define EACH_OF_4(i, n, ...) do { STEPS_4_(i, n, __VA_ARGS__) } while (0)
-#define EACH_OF_8(i, n, ...) do { STEPS_4_(i, n, __VA_ARGS__) STEPS_4_MORE_(i, n, __VA_ARGS__) } while (0)
-#define STEPS_4_(i, n, ...) STEP_(i, 0, n, __VA_ARGS__) STEP_(i, 1, n, __VA_ARGS__) STEP_(i, 2, n, __VA_ARGS__) STEP_(i, 3, n, __VA_ARGS__)
-#define STEPS_4_MORE_(i, n, ...) STEP_(i, 4, n, __VA_ARGS__) STEP_(i, 5, n, __VA_ARGS__) STEP_(i, 6, n, __VA_ARGS__) STEP_(i, 7, n, __VA_ARGS__)
+#define EACH_OF_8(i, n, ...)                                         \
+    do {                                                             \
+        STEPS_4_(i, n, __VA_ARGS__) STEPS_4_MORE_(i, n, __VA_ARGS__) \
+    } while (0)
+#define STEPS_4_(i, n, ...)     \
+    STEP_(i, 0, n, __VA_ARGS__) \
+    STEP_(i, 1, n, __VA_ARGS__) STEP_(i, 2, n, __VA_ARGS__) STEP_(i, 3, n, __VA_ARGS__)
+#define STEPS_4_MORE_(i, n, ...) \
+    STEP_(i, 4, n, __VA_ARGS__)  \
+    STEP_(i, 5, n, __VA_ARGS__) STEP_(i, 6, n, __VA_ARGS__) STEP_(i, 7, n, __VA_ARGS__)
 #define STEP_(i, number, n, ...)     \
     {                                \
         enum { i = number };         \
@@ -73,9 +81,12 @@ static void look_along(const job_t *job, const struct attn_path *path, int64_t f
 }
 
 /* Row `slot` of a block. */
-V16_INLINE const char *row_in_block(const struct kv_side *side, int64_t bytes, uint32_t block, int64_t kv_head, int64_t slot)
+V16_INLINE const char *row_in_block(const struct kv_side *side, int64_t bytes, uint32_t block,
+                                    int64_t kv_head, int64_t slot)
 {
-    return (const char *)side->base + bytes * ((int64_t)block * side->block_stride + kv_head * side->head_stride + slot * side->token_stride);
+    return (const char *)side->base +
+           bytes * ((int64_t)block * side->block_stride + kv_head * side->head_stride +
+                    slot * side->token_stride);
 }
 
 /* Slots lo .. hi-1 of the tile ahead, block by block. */
@@ -83,9 +94,11 @@ V16_INLINE void find_slots(const job_t *job, int64_t lo, int64_t hi, struct tile
 {
     const struct kv_view *view = job->view;
     work_t *work = job->work;
-    const int64_t bytes = element_bytes(view->dtype), k_step = view->k.token_stride * bytes, v_step = view->v.token_stride * bytes;
+    const int64_t bytes = element_bytes(view->dtype), k_step = view->k.token_stride * bytes,
+                  v_step = view->v.token_stride * bytes;
     while (lo < hi) {
-        const int64_t n = min64(view->block_tokens - work->ahead.slot, hi - lo), kv_head = work->ahead.path.kv_head;
+        const int64_t n = min64(view->block_tokens - work->ahead.slot, hi - lo),
+                      kv_head = work->ahead.path.kv_head;
         const uint32_t block = work->ahead.path.block_table[work->ahead.block];
         const char *k = row_in_block(&view->k, bytes, block, kv_head, work->ahead.slot);
         const char *v = row_in_block(&view->v, bytes, block, kv_head, work->ahead.slot);
@@ -102,8 +115,8 @@ V16_INLINE void find_slots(const job_t *job, int64_t lo, int64_t hi, struct tile
     }
 }
 
-/* Finds the next tile of the walk, if there is one. Slots before or behind the path point at the nearest row on it, so that
- * a tile can be loaded whole and masked afterwards. */
+/* Finds the next tile of the walk, if there is one. Slots before or behind the path point at the
+ * nearest row on it, so that a tile can be loaded whole and masked afterwards. */
 static void find_tile(const job_t *job)
 {
     work_t *work = job->work;
@@ -113,7 +126,8 @@ static void find_tile(const job_t *job)
         work->ahead.is_next = true;
     }
     const int64_t origin = work->ahead.tile++ * 16;
-    const int64_t lo = max64(work->ahead.path.lo - origin, 0), hi = min64(work->ahead.path.hi - origin, 16);
+    const int64_t lo = max64(work->ahead.path.lo - origin, 0),
+                  hi = min64(work->ahead.path.hi - origin, 16);
     rows[0].found = rows[ATTN_RING].found = lo < hi;
     if (lo >= hi)
         return;

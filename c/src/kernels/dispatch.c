@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* dispatch.c: which instruction set runs. The tables stand in isas.def's order, slowest first; the last one this CPU
- * can run is taken at first use, unless TINYLLM_ISA names one. */
+/* dispatch.c: which instruction set runs. The tables stand in isas.def's order, slowest first; the
+ * last one this CPU can run is taken at first use, unless TINYLLM_ISA names one. */
 #include <pthread.h>
 #include <stdbool.h>
 #include <stdio.h>
@@ -63,7 +63,8 @@ static void list_usable(void)
     while (tl_kernels_usable(n))
         n++;
     for (int i = n - 1; i >= 0 && at < sizeof chosen.usable; i--)
-        at += (size_t)snprintf(chosen.usable + at, sizeof chosen.usable - at, at ? " %s" : "%s", tl_kernels_usable(i)->name);
+        at += (size_t)snprintf(chosen.usable + at, sizeof chosen.usable - at, at ? " %s" : "%s",
+                               tl_kernels_usable(i)->name);
 }
 
 static void choose_from_environment(void)
@@ -89,7 +90,8 @@ tl_status tl_kernels_require(const char *fn, const struct tl_kernels **out)
 {
     const struct tl_kernels *table = tl_kernels();
     if (chosen.rejected)
-        return tl_fail(TL_EUNSUPPORTED, fn, "TINYLLM_ISA=%s is not here; these are: %s", chosen.name, chosen.usable);
+        return tl_fail(TL_EUNSUPPORTED, fn, "TINYLLM_ISA=%s is not here; these are: %s",
+                       chosen.name, chosen.usable);
     *out = table;
     return TL_OK;
 }

@@ -1,8 +1,10 @@
 /* SPDX-License-Identifier: MIT */
 /* kernels.h: what an instruction set has to bring, and how the chosen one is reached.
  *
- * A *.isa.c file is compiled once per instruction set with TL_ISA defined to its name; TL_ISA_FN(f) is then f_<name>.
- * None of its functions checks arguments or sets the float mode: callers do, once, at the public edge. */
+ * A *.isa.c file is compiled once per instruction set with TL_ISA defined to its name; TL_ISA_FN(f)
+ * is then f_<name>.
+ * None of its functions checks arguments or sets the float mode: callers do, once, at the public
+ * edge. */
 #ifndef TL_KERNELS_H
 #define TL_KERNELS_H
 
@@ -22,7 +24,8 @@ struct tl_kernels {
     /* rows of attention that share one walk over K and V: attn_rows.h */
     void (*attn_rows)(const struct attn_job *job);
     /* one row: the next n_splits states merged into it; after the last ones it is finished */
-    void (*attn_join_row)(const struct attn_end *end, struct attn_state *row, const float *states, int64_t n_splits, bool last);
+    void (*attn_join_row)(const struct attn_end *end, struct attn_state *row, const float *states,
+                          int64_t n_splits, bool last);
     /* one row of softmax, cols > 0, y may be x: canon's order */
     void (*softmax_row)(const float *x, float *y, int64_t cols);
     void (*softmax_online_row)(const float *x, float *y, int64_t cols);
@@ -38,15 +41,16 @@ struct tl_kernels {
     void (*e5m2_to_f32_n)(const uint8_t *x, float *y, int64_t n);
 };
 
-/* The pinned or best usable table; scalar's where TINYLLM_ISA names one that is not here. Chosen once, thread-safe. */
+/* The pinned or best usable table; scalar's where TINYLLM_ISA names one that is not here. Chosen
+ * once, thread-safe. */
 const struct tl_kernels *tl_kernels(void);
 
-/* The same for functions that return a status: TL_EUNSUPPORTED in fn's name, listing the names that would work, where
- * TINYLLM_ISA names one that is not here. */
+/* The same for functions that return a status: TL_EUNSUPPORTED in fn's name, listing the names that
+ * would work, where TINYLLM_ISA names one that is not here. */
 tl_status tl_kernels_require(const char *fn, const struct tl_kernels **out);
 
-/* For tests that compare instruction sets in one process: takes `name` from now on, as TINYLLM_ISA would; NULL: the
- * best.
+/* For tests that compare instruction sets in one process: takes `name` from now on, as TINYLLM_ISA
+ * would; NULL: the best.
  * Not while kernels run. */
 void tl_kernels_select(const char *name);
 

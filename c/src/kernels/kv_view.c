@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: MIT */
-/* kv_view.c: whether a view is sound, the view of a pool, and writing new K and V through a view into given slots.
+/* kv_view.c: whether a view is sound, the view of a pool, and writing new K and V through a view
+ * into given slots.
  *
- * Words. side: K or V. row: the width elements of one (block, head, slot) of a side. span: elements from the first to the last
- * that some axes reach, both included. */
+ * Words. side: K or V. row: the width elements of one (block, head, slot) of a side. span: elements
+ * from the first to the last that some axes reach, both included. */
 #include "kernels/kv_view.h"
 
 #include <stdbool.h>
@@ -26,16 +27,20 @@ static tl_status check_sizes(const char *fn, const tl_kv_view *view)
     const struct {
         const char *name;
         int64_t n, least;
-    } size[] = {{"n_blocks", view->n_blocks, 0}, {"block_tokens", view->block_tokens, 1}, {"n_kv_heads", view->n_kv_heads, 1},
-                {"head_dim_k", view->head_dim_k, 1}, {"head_dim_v", view->head_dim_v, 1}};
+    } size[] = {{"n_blocks", view->n_blocks, 0},
+                {"block_tokens", view->block_tokens, 1},
+                {"n_kv_heads", view->n_kv_heads, 1},
+                {"head_dim_k", view->head_dim_k, 1},
+                {"head_dim_v", view->head_dim_v, 1}};
     if (view->dtype != TL_F32 && view->dtype != TL_F16 && view->dtype != TL_BF16)
-        return tl_fail(TL_EINVAL, fn, "view: dtype = %d is none of TL_F32, TL_F16, TL_BF16", view->dtype);
+        return tl_fail(TL_EINVAL, fn, "view: dtype = %d is none of TL_F32, TL_F16, TL_BF16",
+                       view->dtype);
     if (view->reserved != 0)
         return tl_fail(TL_EINVAL, fn, "view: reserved = %u is not 0", view->reserved);
     for (size_t i = 0; i < sizeof size / sizeof size[0]; i++)
         if (size[i].n < size[i].least)
-            return tl_fail(TL_EINVAL, fn, "view: %s = %lld is below %lld", size[i].name, (long long)size[i].n,
-                           (long long)size[i].least);
+            return tl_fail(TL_EINVAL, fn, "view: %s = %lld is below %lld", size[i].name,
+                           (long long)size[i].n, (long long)size[i].least);
     return TL_OK;
 }
 
@@ -50,7 +55,8 @@ static void sort_by_stride(struct axis axis[3])
 }
 
 /* axis: those of a side with at least one row, in any order. */
-static tl_status check_side(const char *fn, const char *name, const void *base, int64_t width, struct axis axis[3], int64_t elem)
+static tl_status check_side(const char *fn, const char *name, const void *base, int64_t width,
+                            struct axis axis[3], int64_t elem)
 {
     int64_t span = width, reach, bytes;
     uintptr_t end;
@@ -59,15 +65,19 @@ static tl_status check_side(const char *fn, const char *name, const void *base, 
         if (axis[i].n == 1)
             continue;
         if (axis[i].stride < span)
-            return tl_fail(TL_EINVAL, fn, "view: %s = %lld steps into the %lld elements of what it steps over", axis[i].name,
-                           (long long)axis[i].stride, (long long)span);
-        if (__builtin_mul_overflow(axis[i].n - 1, axis[i].stride, &reach) || __builtin_add_overflow(span, reach, &span))
-            return tl_fail(TL_EINVAL, fn, "view: %s = %lld, %lld times, passes the address space", axis[i].name,
-                           (long long)axis[i].stride, (long long)axis[i].n - 1);
+            return tl_fail(TL_EINVAL, fn,
+                           "view: %s = %lld steps into the %lld elements of what it steps over",
+                           axis[i].name, (long long)axis[i].stride, (long long)span);
+        if (__builtin_mul_overflow(axis[i].n - 1, axis[i].stride, &reach) ||
+            __builtin_add_overflow(span, reach, &span))
+            return tl_fail(TL_EINVAL, fn, "view: %s = %lld, %lld times, passes the address space",
+                           axis[i].name, (long long)axis[i].stride, (long long)axis[i].n - 1);
     }
     if (__builtin_mul_overflow(span, elem, &bytes) || bytes > PTRDIFF_MAX ||
         __builtin_add_overflow((uintptr_t)base, (uintptr_t)bytes, &end))
-        return tl_fail(TL_EINVAL, fn, "view: %s of %lld elements from %p on passes the address space", name, (long long)span, base);
+        return tl_fail(TL_EINVAL, fn,
+                       "view: %s of %lld elements from %p on passes the address space", name,
+                       (long long)span, base);
     return TL_OK;
 }
 
@@ -83,7 +93,8 @@ tl_status tl_kv_view_check(const char *fn, const tl_kv_view *view)
     for (int i = 0; i < 6; i++) {
         const struct axis *axis = i < 3 ? &k[i] : &v[i - 3];
         if (axis->stride < 0)
-            return tl_fail(TL_EINVAL, fn, "view: %s = %lld is negative", axis->name, (long long)axis->stride);
+            return tl_fail(TL_EINVAL, fn, "view: %s = %lld is negative", axis->name,
+                           (long long)axis->stride);
     }
     if (view->n_blocks == 0)
         return TL_OK;
@@ -104,11 +115,20 @@ tl_status tl_kv_pool_view(const tl_kv_pool *kv, uint32_t layer, tl_kv_view *view
         return tl_fail(TL_EINVAL, fn, "layer = %u, the pool has %u", layer, cfg.n_layers);
     const int64_t token = cfg.head_dim, head = cfg.block_tokens * token;
     const int64_t block = (int64_t)(tl_kv_block_bytes(kv) / sizeof(uint16_t));
-    *view = (tl_kv_view){.k = tl_kv_block_ptr(kv, 0, layer, 0), .v = tl_kv_block_ptr(kv, 0, layer, 1), .dtype = cfg.dtype,
-                         .n_blocks = cfg.n_blocks, .block_tokens = cfg.block_tokens, .n_kv_heads = cfg.n_kv_heads,
-                         .head_dim_k = token, .head_dim_v = token,
-                         .k_block_stride = block, .k_head_stride = head, .k_token_stride = token,
-                         .v_block_stride = block, .v_head_stride = head, .v_token_stride = token};
+    *view = (tl_kv_view){.k = tl_kv_block_ptr(kv, 0, layer, 0),
+                         .v = tl_kv_block_ptr(kv, 0, layer, 1),
+                         .dtype = cfg.dtype,
+                         .n_blocks = cfg.n_blocks,
+                         .block_tokens = cfg.block_tokens,
+                         .n_kv_heads = cfg.n_kv_heads,
+                         .head_dim_k = token,
+                         .head_dim_v = token,
+                         .k_block_stride = block,
+                         .k_head_stride = head,
+                         .k_token_stride = token,
+                         .v_block_stride = block,
+                         .v_head_stride = head,
+                         .v_token_stride = token};
     return TL_OK;
 }
 
@@ -132,7 +152,8 @@ struct write {
     const tl_kv_view *view;
     const int64_t *slots;
     int64_t T, end; /* tokens; those up to the last one that is not skipped */
-    bool rising;    /* each slot is above all before it, as in a fresh sequence: none stands twice */
+    /* each slot is above all before it, as in a fresh sequence: none stands twice */
+    bool rising;
     struct side side[2];
     int32_t dtype;
     int64_t from_elem, to_elem;                            /* bytes */
@@ -146,7 +167,8 @@ static tl_status check_arguments(const struct write *w)
     if (w->T == 0)
         return TL_OK;
     if (!w->view || !w->slots)
-        return tl_fail(TL_EINVAL, FN, "%s is NULL with T = %lld", !w->view ? "view" : "slots", (long long)w->T);
+        return tl_fail(TL_EINVAL, FN, "%s is NULL with T = %lld", !w->view ? "view" : "slots",
+                       (long long)w->T);
     if (!tl_fits_memory(2 * sizeof(int64_t), 1, &w->T))
         return tl_fail(TL_EINVAL, FN, "T = %lld slots do not fit in memory", (long long)w->T);
     return tl_kv_view_check(FN, w->view);
@@ -161,8 +183,9 @@ static tl_status look_at_slots(struct write *w)
     for (int64_t t = 0; t < w->T; t++) {
         const int64_t slot = w->slots[t];
         if (slot < -1 || slot >= n_slots)
-            return tl_fail(TL_EINVAL, FN, "slots[%lld] = %lld is neither -1 nor one of the view's %lld", (long long)t, (long long)slot,
-                           (long long)n_slots);
+            return tl_fail(TL_EINVAL, FN,
+                           "slots[%lld] = %lld is neither -1 nor one of the view's %lld",
+                           (long long)t, (long long)slot, (long long)n_slots);
         if (slot < 0)
             continue;
         w->rising &= slot > top;
@@ -176,31 +199,39 @@ static tl_status choose_conversion(struct write *w)
 {
     const struct tl_kernels *kernels = tl_kernels();
     if (w->dtype != TL_F32 && w->dtype != w->view->dtype)
-        return tl_fail(TL_EUNSUPPORTED, FN, "dtype = %d is neither TL_F32 nor the view's, %d", w->dtype, w->view->dtype);
+        return tl_fail(TL_EUNSUPPORTED, FN, "dtype = %d is neither TL_F32 nor the view's, %d",
+                       w->dtype, w->view->dtype);
     w->to_elem = tl_kv_view_elem(w->view);
     w->from_elem = w->dtype == TL_F32 ? (int64_t)sizeof(float) : w->to_elem;
-    w->round = w->dtype == w->view->dtype ? NULL : w->view->dtype == TL_F16 ? kernels->f32_to_f16_n : kernels->f32_to_bf16_n;
+    w->round = w->dtype == w->view->dtype ? NULL
+               : w->view->dtype == TL_F16 ? kernels->f32_to_f16_n
+                                          : kernels->f32_to_bf16_n;
     return TL_OK;
 }
 
-/* False where the way to some element of it, in bytes, could pass what a pointer difference holds; three terms are summed. */
+/* False where the way to some element of it, in bytes, could pass what a pointer difference holds;
+ * three terms are summed. */
 static bool offsets_fit(const struct write *w, const struct side *side)
 {
     const int64_t limit = PTRDIFF_MAX / (4 * w->from_elem);
     int64_t tokens, heads;
     return !__builtin_mul_overflow(w->end - 1, side->from_token_stride, &tokens) &&
-           !__builtin_mul_overflow(w->view->n_kv_heads - 1, side->from_head_stride, &heads) && tokens <= limit &&
-           tokens >= -limit && heads <= limit && heads >= -limit;
+           !__builtin_mul_overflow(w->view->n_kv_heads - 1, side->from_head_stride, &heads) &&
+           tokens <= limit && tokens >= -limit && heads <= limit && heads >= -limit;
 }
 
 static tl_status check_tensor(const struct write *w, const struct side *side)
 {
     if (!side->from || !side->to)
-        return tl_fail(TL_EINVAL, FN, "%s%s is NULL and slots[%lld] = %lld", side->from ? "view->" : "", side->name,
-                       (long long)w->end - 1, (long long)w->slots[w->end - 1]);
+        return tl_fail(TL_EINVAL, FN, "%s%s is NULL and slots[%lld] = %lld",
+                       side->from ? "view->" : "", side->name, (long long)w->end - 1,
+                       (long long)w->slots[w->end - 1]);
     if (!offsets_fit(w, side))
-        return tl_fail(TL_EINVAL, FN, "%s_token_stride %lld, %s_head_stride %lld pass the address space with T = %lld", side->name,
-                       (long long)side->from_token_stride, side->name, (long long)side->from_head_stride, (long long)w->T);
+        return tl_fail(
+            TL_EINVAL, FN,
+            "%s_token_stride %lld, %s_head_stride %lld pass the address space with T = %lld",
+            side->name, (long long)side->from_token_stride, side->name,
+            (long long)side->from_head_stride, (long long)w->T);
     return TL_OK;
 }
 
@@ -213,7 +244,8 @@ static tl_status fail_twice(const struct write *w, int64_t slot)
     int64_t second = first + 1;
     while (w->slots[second] != slot)
         second++;
-    return tl_fail(TL_EINVAL, FN, "slots[%lld] and slots[%lld] are both %lld", (long long)first, (long long)second, (long long)slot);
+    return tl_fail(TL_EINVAL, FN, "slots[%lld] and slots[%lld] are both %lld", (long long)first,
+                   (long long)second, (long long)slot);
 }
 
 static tl_status check_pairs(const struct write *w)
@@ -225,7 +257,8 @@ static tl_status check_pairs(const struct write *w)
     return TL_OK;
 }
 
-/* Sorts a[n] by one byte after another, from the lowest up, to and fro between a and b. Returns the one it ended in.
+/* Sorts a[n] by one byte after another, from the lowest up, to and fro between a and b. Returns the
+ * one it ended in.
  * 0 <= a[i] <= top. */
 static const int64_t *sort_slots(int64_t *a, int64_t *b, int64_t n, int64_t top)
 {
@@ -269,14 +302,15 @@ static tl_status check_none_twice(const struct write *w)
     const size_t bytes = (size_t)w->end * 2 * sizeof(int64_t);
     int64_t *room = tl_owned_alloc(bytes, sizeof(int64_t), &owner);
     if (!room)
-        return tl_fail(TL_ENOMEM, FN, "no %zu bytes to look for slots given twice with T = %lld", bytes, (long long)w->T);
+        return tl_fail(TL_ENOMEM, FN, "no %zu bytes to look for slots given twice with T = %lld",
+                       bytes, (long long)w->T);
     const tl_status status = check_sorted(w, room);
     tl_owned_free(&owner, room);
     return status;
 }
 
-/* Upwards, line by line, as memory is fastest. libc takes some rows downwards, at half the speed where they are in no cache, and
- * most rows are too short for a call. */
+/* Upwards, line by line, as memory is fastest. libc takes some rows downwards, at half the speed
+ * where they are in no cache, and most rows are too short for a call. */
 static void copy(char *y, const char *x, int64_t n)
 {
     enum { LINE = 64 };
@@ -296,15 +330,18 @@ static void put(const struct write *w, const void *x, void *y, int64_t n)
 /* Heads that lie one behind the other in both places go as one row. */
 static void write_token(const struct write *w, const struct side *side, int64_t t)
 {
-    const int64_t block = w->slots[t] / w->view->block_tokens, slot = w->slots[t] % w->view->block_tokens;
+    const int64_t block = w->slots[t] / w->view->block_tokens,
+                  slot = w->slots[t] % w->view->block_tokens;
     const int64_t heads = w->view->n_kv_heads, D = side->width;
     const char *x = (const char *)side->from + t * side->from_token_stride * w->from_elem;
-    char *y = (char *)side->to + (block * side->block_stride + slot * side->token_stride) * w->to_elem;
+    char *y =
+        (char *)side->to + (block * side->block_stride + slot * side->token_stride) * w->to_elem;
     if (side->from_head_stride == D && side->head_stride == D)
         put(w, x, y, heads * D);
     else
         for (int64_t h = 0; h < heads; h++)
-            put(w, x + h * side->from_head_stride * w->from_elem, y + h * side->head_stride * w->to_elem, D);
+            put(w, x + h * side->from_head_stride * w->from_elem,
+                y + h * side->head_stride * w->to_elem, D);
 }
 
 static void write_side(const struct write *w, const struct side *side)
@@ -314,8 +351,9 @@ static void write_side(const struct write *w, const struct side *side)
             write_token(w, side, t);
 }
 
-tl_status tl_kv_write_slots(const tl_kv_view *view, const int64_t *slots, int64_t T, const void *k, const void *v, int32_t dtype,
-                            int64_t k_token_stride, int64_t k_head_stride, int64_t v_token_stride, int64_t v_head_stride)
+tl_status tl_kv_write_slots(const tl_kv_view *view, const int64_t *slots, int64_t T, const void *k,
+                            const void *v, int32_t dtype, int64_t k_token_stride,
+                            int64_t k_head_stride, int64_t v_token_stride, int64_t v_head_stride)
 {
     struct write w = {.view = view, .slots = slots, .T = T, .dtype = dtype};
     TL_TRY(check_arguments(&w));
@@ -325,10 +363,24 @@ tl_status tl_kv_write_slots(const tl_kv_view *view, const int64_t *slots, int64_
     TL_TRY(choose_conversion(&w));
     if (w.end == 0)
         return TL_OK;
-    w.side[0] = (struct side){"k", k, (void *)view->k, view->head_dim_k, k_token_stride, k_head_stride,
-                              view->k_block_stride, view->k_head_stride, view->k_token_stride};
-    w.side[1] = (struct side){"v", v, (void *)view->v, view->head_dim_v, v_token_stride, v_head_stride,
-                              view->v_block_stride, view->v_head_stride, view->v_token_stride};
+    w.side[0] = (struct side){"k",
+                              k,
+                              (void *)view->k,
+                              view->head_dim_k,
+                              k_token_stride,
+                              k_head_stride,
+                              view->k_block_stride,
+                              view->k_head_stride,
+                              view->k_token_stride};
+    w.side[1] = (struct side){"v",
+                              v,
+                              (void *)view->v,
+                              view->head_dim_v,
+                              v_token_stride,
+                              v_head_stride,
+                              view->v_block_stride,
+                              view->v_head_stride,
+                              view->v_token_stride};
     TL_TRY(check_tensor(&w, &w.side[0]));
     TL_TRY(check_tensor(&w, &w.side[1]));
     TL_TRY(check_none_twice(&w));

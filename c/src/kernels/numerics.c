@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* numerics.c: the public edge of numerics.h. Single conversions are lowp.h as it stands; arrays, and exp, are checked
- * here and run on the instruction set in use. */
+/* numerics.c: the public edge of numerics.h. Single conversions are lowp.h as it stands; arrays,
+ * and exp, are checked here and run on the instruction set in use. */
 #include "tinyllm/numerics.h"
 
 #include "kernels/kernels.h"
@@ -18,8 +18,8 @@ static int any(const char *fn, const void *x, const void *y, int64_t n)
     return n > 0 && x && y;
 }
 
-/* A float mode of our own also for the conversions: instructions for f16 raise flags, and a caller may have unmasked
- * them. */
+/* A float mode of our own also for the conversions: instructions for f16 raise flags, and a caller
+ * may have unmasked them. */
 #define ARRAY_FORM(fn, member, from, to)                   \
     void fn(const from *x, to *y, int64_t n)               \
     {                                                      \

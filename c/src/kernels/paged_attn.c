@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* paged_attn.c: one decode step over the block pool. Arguments are checked whole, then the work is cut into units of
- * one KV head of one sequence, whose query heads share a walk over its blocks. */
+/* paged_attn.c: one decode step over the block pool. Arguments are checked whole, then the work is
+ * cut into units of one KV head of one sequence, whose query heads share a walk over its blocks. */
 #include <math.h>
 #include <stdbool.h>
 
@@ -57,22 +57,31 @@ static tl_status check_sequence(const struct step *s, int64_t seq, const tl_kv_c
 {
     const int64_t n = s->ctx_lens[seq], b = cfg->block_tokens;
     if (n < 1)
-        return tl_fail(TL_EINVAL, FN, "sequence %lld: ctx_len = %lld is below 1", (long long)seq, (long long)n);
+        return tl_fail(TL_EINVAL, FN, "sequence %lld: ctx_len = %lld is below 1", (long long)seq,
+                       (long long)n);
     const int64_t needed = (n - 1) / b + 1;
     if (needed > s->max_blocks)
-        return tl_fail(TL_EINVAL, FN, "sequence %lld: ctx_len = %lld needs %lld blocks of %lld, max_blocks = %lld", (long long)seq,
-                       (long long)n, (long long)needed, (long long)b, (long long)s->max_blocks);
+        return tl_fail(TL_EINVAL, FN,
+                       "sequence %lld: ctx_len = %lld needs %lld blocks of %lld, max_blocks = %lld",
+                       (long long)seq, (long long)n, (long long)needed, (long long)b,
+                       (long long)s->max_blocks);
     const uint32_t *table = s->block_tables + seq * s->max_blocks;
     for (int64_t i = first_visible(n, s->window) / b; i < needed; i++)
         if (table[i] >= cfg->n_blocks)
-            return tl_fail(TL_EINVAL, FN, "sequence %lld: block_table[%lld] = %lld, the pool has %lld blocks", (long long)seq,
-                           (long long)i, (long long)table[i], (long long)cfg->n_blocks);
+            return tl_fail(
+                TL_EINVAL, FN, "sequence %lld: block_table[%lld] = %lld, the pool has %lld blocks",
+                (long long)seq, (long long)i, (long long)table[i], (long long)cfg->n_blocks);
     return TL_OK;
 }
 
 static tl_status check_pointers(const struct step *s, const tl_kv_pool *kv)
 {
-    const char *missing = !s->q ? "q" : !kv ? "kv" : !s->block_tables ? "block_tables" : !s->ctx_lens ? "ctx_lens" : !s->out ? "out" : NULL;
+    const char *missing = !s->q              ? "q"
+                          : !kv              ? "kv"
+                          : !s->block_tables ? "block_tables"
+                          : !s->ctx_lens     ? "ctx_lens"
+                          : !s->out          ? "out"
+                                             : NULL;
     return missing ? tl_fail(TL_EINVAL, FN, "%s is NULL", missing) : TL_OK;
 }
 
@@ -83,16 +92,21 @@ static tl_status check_sizes(const struct step *s, uint32_t layer, const tl_kv_c
     if (s->max_blocks < 1)
         return tl_fail(TL_EINVAL, FN, "max_blocks = %lld is below 1", (long long)s->max_blocks);
     if (layer >= cfg->n_layers)
-        return tl_fail(TL_EINVAL, FN, "layer = %lld, the pool has %lld", (long long)layer, (long long)cfg->n_layers);
+        return tl_fail(TL_EINVAL, FN, "layer = %lld, the pool has %lld", (long long)layer,
+                       (long long)cfg->n_layers);
     if (!tl_fits_memory(sizeof(uint32_t), 2, (int64_t[]){s->B, s->max_blocks}))
-        return tl_fail(TL_EINVAL, FN, "B = %lld tables of %lld do not fit in memory", (long long)s->B, (long long)s->max_blocks);
+        return tl_fail(TL_EINVAL, FN, "B = %lld tables of %lld do not fit in memory",
+                       (long long)s->B, (long long)s->max_blocks);
     if (s->Hkv != cfg->n_kv_heads || s->D != cfg->head_dim)
-        return tl_fail(TL_ESHAPE, FN, "Hkv = %lld, D = %lld, the pool has %lld, %lld", (long long)s->Hkv, (long long)s->D,
-                       (long long)cfg->n_kv_heads, (long long)cfg->head_dim);
+        return tl_fail(TL_ESHAPE, FN, "Hkv = %lld, D = %lld, the pool has %lld, %lld",
+                       (long long)s->Hkv, (long long)s->D, (long long)cfg->n_kv_heads,
+                       (long long)cfg->head_dim);
     if (s->H < 1 || s->H % s->Hkv != 0)
-        return tl_fail(TL_ESHAPE, FN, "H = %lld is not a positive multiple of Hkv = %lld", (long long)s->H, (long long)s->Hkv);
+        return tl_fail(TL_ESHAPE, FN, "H = %lld is not a positive multiple of Hkv = %lld",
+                       (long long)s->H, (long long)s->Hkv);
     if (!tl_fits_memory(sizeof(float), 3, (int64_t[]){s->B, s->H, s->D}))
-        return tl_fail(TL_EINVAL, FN, "q of [%lld, %lld, %lld] does not fit in memory", (long long)s->B, (long long)s->H, (long long)s->D);
+        return tl_fail(TL_EINVAL, FN, "q of [%lld, %lld, %lld] does not fit in memory",
+                       (long long)s->B, (long long)s->H, (long long)s->D);
     return TL_OK;
 }
 
@@ -109,16 +123,22 @@ static tl_status check_rest(const struct step *s, const tl_kv_cfg *cfg, const tl
 static struct attn_path path_of(const struct step *s, int64_t unit)
 {
     const int64_t seq = unit / s->Hkv, n = s->ctx_lens[seq];
-    return (struct attn_path){s->block_tables + seq * s->max_blocks, unit % s->Hkv, first_visible(n, s->window), n};
+    return (struct attn_path){s->block_tables + seq * s->max_blocks, unit % s->Hkv,
+                              first_visible(n, s->window), n};
 }
 
 /* One KV head of one sequence: its group of query heads, as many at a time as a job takes. */
-static void attend_group(const struct step *s, int64_t unit, const struct attn_path *next, struct attn_work *work)
+static void attend_group(const struct step *s, int64_t unit, const struct attn_path *next,
+                         struct attn_work *work)
 {
     const int64_t group = s->H / s->Hkv, first_row = unit * group;
     const struct attn_path path = path_of(s, unit);
     struct attn_row row[ATTN_ROWS];
-    struct attn_job job = {.view = &s->view, .block_table = path.block_table, .kv_head = path.kv_head, .scale = s->scale, .work = work,
+    struct attn_job job = {.view = &s->view,
+                           .block_table = path.block_table,
+                           .kv_head = path.kv_head,
+                           .scale = s->scale,
+                           .work = work,
                            .row = row};
     const int max_rows = attn_max_rows(s->D, s->D);
     for (int64_t g = 0; g < group; g += job.n_rows) {
@@ -126,7 +146,11 @@ static void attend_group(const struct step *s, int64_t unit, const struct attn_p
         job.next = g + job.n_rows < group ? &path : next;
         for (int r = 0; r < job.n_rows; r++) {
             const int64_t at = (first_row + g + r) * s->D;
-            row[r] = (struct attn_row){.q = s->q + at, .out = s->out + at, .sink = -INFINITY, .lo = path.lo, .hi = path.hi};
+            row[r] = (struct attn_row){.q = s->q + at,
+                                       .out = s->out + at,
+                                       .sink = -INFINITY,
+                                       .lo = path.lo,
+                                       .hi = path.hi};
         }
         s->kernels->attn_rows(&job);
     }
@@ -161,7 +185,8 @@ static void measure_lengths(struct step *s)
         s->n_classes++;
 }
 
-/* What stays on the caller is one range: every unit then knows the next one and fetches it early. */
+/* What stays on the caller is one range: every unit then knows the next one and fetches it
+ * early. */
 static tl_status run(struct step *s, tl_pool *tp)
 {
     const int threads = tl_pool_threads(tp);
@@ -177,18 +202,29 @@ static tl_status run(struct step *s, tl_pool *tp)
     return tl_pool_run(FN, tp, s->n_units * s->n_classes, grain > 1 ? grain : 1, attend_units, s);
 }
 
-tl_status tl_paged_attn_decode_f32(const float *q, const tl_kv_pool *kv, uint32_t layer, const uint32_t *block_tables, int32_t max_blocks,
-                                   const int32_t *ctx_lens, float *out, int64_t B, int64_t H, int64_t Hkv, int64_t D, float scale,
-                                   int64_t window, tl_pool *tp)
+tl_status tl_paged_attn_decode_f32(const float *q, const tl_kv_pool *kv, uint32_t layer,
+                                   const uint32_t *block_tables, int32_t max_blocks,
+                                   const int32_t *ctx_lens, float *out, int64_t B, int64_t H,
+                                   int64_t Hkv, int64_t D, float scale, int64_t window, tl_pool *tp)
 {
-    struct step s = {.q = q, .block_tables = block_tables, .max_blocks = max_blocks, .ctx_lens = ctx_lens, .out = out, .B = B, .H = H,
-                     .Hkv = Hkv, .D = D, .window = window, .scale = scale};
+    struct step s = {.q = q,
+                     .block_tables = block_tables,
+                     .max_blocks = max_blocks,
+                     .ctx_lens = ctx_lens,
+                     .out = out,
+                     .B = B,
+                     .H = H,
+                     .Hkv = Hkv,
+                     .D = D,
+                     .window = window,
+                     .scale = scale};
     tl_kv_cfg cfg;
     TL_TRY(check_pointers(&s, kv));
     tl_kv_pool_cfg(kv, &cfg);
     TL_TRY(check_sizes(&s, layer, &cfg));
     if (cfg.format != TL_KV_FORMAT_V1 || cfg.dtype != TL_F16)
-        return tl_fail(TL_EUNSUPPORTED, FN, "pool format %lld with dtype %lld", (long long)cfg.format, (long long)cfg.dtype);
+        return tl_fail(TL_EUNSUPPORTED, FN, "pool format %lld with dtype %lld",
+                       (long long)cfg.format, (long long)cfg.dtype);
     TL_TRY(tl_kernels_require(FN, &s.kernels));
     TL_TRY(check_rest(&s, &cfg, tp));
     tl_kv_view view;

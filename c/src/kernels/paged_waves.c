@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: MIT */
-/* paged_waves.c: a call whose few rows have long contexts, by several workers: splits side by side, in waves of as many as the
- * workspace has room for. The states of a wave are merged in the order of their splits, so that no bit depends on it. */
+/* paged_waves.c: a call whose few rows have long contexts, by several workers: splits side by side,
+ * in waves of as many as the workspace has room for. The states of a wave are merged in the order
+ * of their splits, so that no bit depends on it. */
 #include <stdbool.h>
 
 #include "kernels/paged_call.h"
@@ -22,15 +23,19 @@ bool tl_paged_workspace(const tl_paged_attn_args *a, int64_t total_q, size_t *by
     *bytes = 0;
     if (tl_pool_threads(a->tp) == 1)
         return true;
-    if (__builtin_add_overflow(a->view->head_dim_v, 2, &floats) || __builtin_mul_overflow(floats, wave_splits(a->tp), &floats) ||
-        __builtin_add_overflow(floats, 2, &floats) || __builtin_mul_overflow(total_q, a->H, &rows) ||
-        __builtin_mul_overflow(floats, rows, &floats) || floats < 0 || floats > PTRDIFF_MAX / (int64_t)sizeof(float))
+    if (__builtin_add_overflow(a->view->head_dim_v, 2, &floats) ||
+        __builtin_mul_overflow(floats, wave_splits(a->tp), &floats) ||
+        __builtin_add_overflow(floats, 2, &floats) ||
+        __builtin_mul_overflow(total_q, a->H, &rows) ||
+        __builtin_mul_overflow(floats, rows, &floats) || floats < 0 ||
+        floats > PTRDIFF_MAX / (int64_t)sizeof(float))
         return false;
     *bytes = (size_t)floats * sizeof(float);
     return true;
 }
 
-/* What a workspace holds: (m, L) of every row, and the states of the splits of a wave, [row][n_splits][2 + v_dim]. */
+/* What a workspace holds: (m, L) of every row, and the states of the splits of a wave,
+ * [row][n_splits][2 + v_dim]. */
 struct waves {
     struct call c; /* states, first_split, n_splits: of the wave */
     struct attn_state *merged;
@@ -60,10 +65,13 @@ static void merge_rows(void *ctx, int64_t lo, int64_t hi, int worker)
     const int64_t begin = trace_now(c->a->trace), H = c->a->H;
     for (int64_t i = lo; i < hi; i++) {
         const struct attn_end end = end_of(c, i / H, i % H);
-        c->kernels->attn_join_row(&end, &w->merged[i], c->states + i * c->state_stride * (2 + end.dim), c->n_splits, w->last);
+        c->kernels->attn_join_row(&end, &w->merged[i],
+                                  c->states + i * c->state_stride * (2 + end.dim), c->n_splits,
+                                  w->last);
     }
-    trace_add(c->a->trace, (tl_trace_event){worker, TL_TRACE_MERGE, -1, -1, lo / H, (hi - 1) / H + 1 - lo / H, c->first_split, c->n_splits,
-                                            begin, 0});
+    trace_add(c->a->trace,
+              (tl_trace_event){worker, TL_TRACE_MERGE, -1, -1, lo / H, (hi - 1) / H + 1 - lo / H,
+                               c->first_split, c->n_splits, begin, 0});
 }
 
 /* The splits that any row sees. */
@@ -74,7 +82,8 @@ static struct range all_splits(const struct call *c)
         const int64_t n = c->a->ctx_lens[seq], rows = q_len(c, seq);
         if (rows == 0)
             continue;
-        const int64_t lo = first_visible(c, n - rows) / TL_ATTN_SPLIT, hi = (n - 1) / TL_ATTN_SPLIT + 1;
+        const int64_t lo = first_visible(c, n - rows) / TL_ATTN_SPLIT,
+                      hi = (n - 1) / TL_ATTN_SPLIT + 1;
         splits.lo = lo < splits.lo ? lo : splits.lo;
         splits.hi = hi > splits.hi ? hi : splits.hi;
     }
@@ -104,7 +113,8 @@ tl_status tl_paged_run_in_waves(const struct call *c)
         w.c.n_splits = splits.hi - first < most ? splits.hi - first : most;
         w.last = first + w.c.n_splits == splits.hi;
         TL_TRY(tl_pool_run(c->fn, c->a->tp, c->n_units * w.c.n_splits, 1, attend_splits, &w));
-        TL_TRY(tl_pool_run(c->fn, c->a->tp, n_rows, (n_rows - 1) / tl_pool_threads(c->a->tp) + 1, merge_rows, &w));
+        TL_TRY(tl_pool_run(c->fn, c->a->tp, n_rows, (n_rows - 1) / tl_pool_threads(c->a->tp) + 1,
+                           merge_rows, &w));
     }
     return TL_OK;
 }

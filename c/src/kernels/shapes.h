@@ -7,7 +7,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Whether an array of n non-negative dimensions of `size`-byte elements can exist: its bytes stay within ptrdiff_t. */
+/* Whether an array of n non-negative dimensions of `size`-byte elements can exist: its bytes stay
+ * within ptrdiff_t. */
 static inline bool tl_fits_memory(int64_t size, int n, const int64_t *dims)
 {
     bool fits = true, empty = false;

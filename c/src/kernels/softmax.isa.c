@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: MIT */
-/* softmax.isa.c: one row of softmax. Lane i of the sum takes columns i, i+16, ... in rising order, then sixteen lanes
- * fold to one; the row is multiplied by 1/sum. A lane past the last column counts as -inf, whose exp is +0. */
+/* softmax.isa.c: one row of softmax. Lane i of the sum takes columns i, i+16, ... in rising order,
+ * then sixteen lanes fold to one; the row is multiplied by 1/sum. A lane past the last column
+ * counts as -inf, whose exp is +0. */
 #include "kernels/kernels.h"
 #include "numerics/canon.h"
 
@@ -9,7 +10,8 @@ void TL_ISA_FN(softmax_online_row)(const float *x, float *y, int64_t cols);
 
 V16_INLINE v16 load_tile(const float *x, int64_t c, int64_t cols)
 {
-    return c + 16 <= cols ? v16_load(x + c) : v16_only(v16_load_n(x + c, cols - c), 0, (int)(cols - c));
+    return c + 16 <= cols ? v16_load(x + c)
+                          : v16_only(v16_load_n(x + c, cols - c), 0, (int)(cols - c));
 }
 
 V16_INLINE void store_tile(float *y, int64_t c, int64_t cols, v16 value)
@@ -35,7 +37,8 @@ static int degenerate(float m, float *y, int64_t cols)
     return 1;
 }
 
-/* The largest of a row, NaN where any is: v16_max leaves a NaN of its first operand out, and nothing is >= NaN. */
+/* The largest of a row, NaN where any is: v16_max leaves a NaN of its first operand out, and
+ * nothing is >= NaN. */
 V16_INLINE float row_max(const float *x, int64_t cols)
 {
     v16 top = v16_set1(-INFINITY);
@@ -74,7 +77,8 @@ void TL_ISA_FN(softmax_online_row)(const float *x, float *y, int64_t cols)
 {
     float m = -INFINITY;
     v16 sum = v16_zero();
-    for (int64_t c = 0; c < cols;) { /* 1. maximum, and the sum relative to it: at a tile that may raise it */
+    /* 1. maximum, and the sum relative to it: at a tile that may raise it */
+    for (int64_t c = 0; c < cols;) {
         const float old = m;
         m = canon_max(old, load_tile(x, c, cols));
         if (!(m < INFINITY))

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* trace.h: events of a call that is watched. A call that is not pays for one comparison a piece of work. */
+/* trace.h: events of a call that is watched. A call that is not pays for one comparison a piece of
+ * work. */
 #ifndef TL_KERNELS_TRACE_H
 #define TL_KERNELS_TRACE_H
 

@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: MIT */
-/* canon.h: the canonical arithmetic (numerics version 1) in sixteen-lane operations: exp, tanh, log, the maximum that keeps
- * NaN.
+/* canon.h: the canonical arithmetic (numerics version 1) in sixteen-lane operations: exp, tanh,
+ * log, the maximum that keeps NaN.
  *
- * This text fixes the bits. It is compiled once per instruction set and must not mention one; every operation is one
- * IEEE f32 rounding to nearest even, every multiply-add is fused, nothing is reassociated (-ffp-contract=off).
+ * This text fixes the bits. It is compiled once per instruction set and must not mention one; every
+ * operation is one IEEE f32 rounding to nearest even, every multiply-add is fused, nothing is
+ * reassociated (-ffp-contract=off).
  * python/tinyllm/reference.py says the same in numpy. */
 #ifndef TL_CANON_H
 #define TL_CANON_H
@@ -27,8 +28,8 @@ V16_INLINE v16 canon_one_nan(v16 x)
     return v16_where_nan(x, v16_set1(canon_nan()), x);
 }
 
-/* e^x: x = k ln 2 + r with |r| <= ln 2 / 2, k the nearest integer; a polynomial in r; times 2^k; +0 below the normal
- * range. For x <= EXP_OVERFLOW and -inf; not for NaN. */
+/* e^x: x = k ln 2 + r with |r| <= ln 2 / 2, k the nearest integer; a polynomial in r; times 2^k; +0
+ * below the normal range. For x <= EXP_OVERFLOW and -inf; not for NaN. */
 V16_INLINE v16 canon_exp_below(v16 x)
 {
     const v16 magic = v16_set1(EXP_MAGIC), one = v16_set1(1);
@@ -69,7 +70,8 @@ V16_INLINE v16 canon_tanh(v16 x)
     p = v16_fma(p, z, v16_set1(TANH_C4));
     const v16 small = v16_fma(a, v16_mul(p, z), a);
     const v16 large = v16_sub(one, v16_div(v16_set1(2), v16_add(canon_exp(v16_add(a, a)), one)));
-    return v16_where_nan(x, v16_set1(canon_nan()), v16_with_sign(v16_where_gt(v16_set1(TANH_SMALL), a, small, large), x));
+    return v16_where_nan(x, v16_set1(canon_nan()),
+                         v16_with_sign(v16_where_gt(v16_set1(TANH_SMALL), a, small, large), x));
 }
 
 /* ln x by the order in coef.h, for x positive and normal; the ends as logf has them. */
@@ -86,7 +88,8 @@ V16_INLINE float canon_log(float x)
     float f;
     memcpy(&f, &word, sizeof f);
     const float g = f - 1, n = (float)exponent;
-    static const float c[] = {LOG_C10, LOG_C9, LOG_C8, LOG_C7, LOG_C6, LOG_C5, LOG_C4, LOG_C3, LOG_C2};
+    static const float c[] = {LOG_C10, LOG_C9, LOG_C8, LOG_C7, LOG_C6,
+                              LOG_C5,  LOG_C4, LOG_C3, LOG_C2};
     float p = c[0];
     for (int i = 1; i < 9; i++)
         p = f32_fma(p, g, c[i]);
@@ -102,8 +105,9 @@ V16_INLINE float canon_max2(float x, float y)
     return y > x ? y : x;
 }
 
-/* The largest of m and sixteen lanes; NaN where any is, for nothing is >= NaN. Which zero it gives where the largest are
- * zeros of both signs is not said: neither exp(s - m) nor m + log(l) can tell. */
+/* The largest of m and sixteen lanes; NaN where any is, for nothing is >= NaN. Which zero it gives
+ * where the largest are zeros of both signs is not said: neither exp(s - m) nor m + log(l) can
+ * tell. */
 V16_INLINE float canon_max(float m, v16 s)
 {
     const float top = v16_fold_max(v16_max(s, v16_set1(m)));

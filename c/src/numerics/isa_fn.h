@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* isa_fn.h: names in files that are compiled once per instruction set. The Makefile defines TL_ISA to the set's name;
- * TL_ISA_FN(f) is then f_<name>. */
+/* isa_fn.h: names in files that are compiled once per instruction set. The Makefile defines TL_ISA
+ * to the set's name; TL_ISA_FN(f) is then f_<name>. */
 #ifndef TL_ISA_FN_H
 #define TL_ISA_FN_H
 

@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: MIT */
 /* lowp.h: the small formats, one float at a time: f16, bf16, e4m3 and e5m2 from and to f32.
  *
- * Everything works on words: a sign, and a magnitude whose order is that of the numbers. Nothing here rounds in a float
- * register (the one product is exact, its operands and result zero or normal), so no float mode reaches these functions
- * and they raise no flag. A loop over one of them vectorises. */
+ * Everything works on words: a sign, and a magnitude whose order is that of the numbers. Nothing
+ * here rounds in a float register (the one product is exact, its operands and result zero or
+ * normal), so no float mode reaches these functions and they raise no flag. A loop over one of them
+ * vectorises. */
 #ifndef TL_LOWP_H
 #define TL_LOWP_H
 
@@ -38,14 +39,17 @@ static inline uint32_t lowp_min(uint32_t a, uint32_t b)
     return a < b ? a : b;
 }
 
-/* The magnitude w of an f32 as one with `mant` fraction bits and the given bias, as though its exponent had no upper
+/* The magnitude w of an f32 as one with `mant` fraction bits and the given bias, as though its
+ * exponent had no upper
  * end: what is too large comes out above every code of the format, for the caller to bound. */
 static inline uint32_t lowp_narrow(uint32_t w, uint32_t mant, uint32_t bias)
 {
-    const uint32_t cut = 23 - mant, exponent = w >> 23, least = 128 - bias; /* least: of a normal number there */
+    /* least: of a normal number there */
+    const uint32_t cut = 23 - mant, exponent = w >> 23, least = 128 - bias;
     const uint32_t normal = lowp_round(w, cut) - ((127 - bias) << mant);
     const uint32_t below = exponent < least ? least - exponent : 0;
-    const uint32_t subnormal = lowp_round((w & 0x7FFFFF) | 0x800000, lowp_min(cut + below, 31)); /* 25 and more give 0 */
+    /* 25 and more give 0 */
+    const uint32_t subnormal = lowp_round((w & 0x7FFFFF) | 0x800000, lowp_min(cut + below, 31));
     return below ? subnormal : normal;
 }
 
@@ -65,7 +69,8 @@ static inline uint16_t lowp_f32_to_f16(float x)
 
 static inline float lowp_f16_to_f32(uint16_t h)
 {
-    const uint32_t m = h & 0x7FFFu, sign = (uint32_t)h >> 15 << 31, quiet = m > 0x7C00 ? 0x400000 : 0;
+    const uint32_t m = h & 0x7FFFu, sign = (uint32_t)h >> 15 << 31,
+                   quiet = m > 0x7C00 ? 0x400000 : 0;
     return lowp_float(sign | (m < 0x7C00 ? lowp_widen(m, 10, 15) : LOWP_INF | m << 13 | quiet));
 }
 
@@ -89,7 +94,8 @@ static inline uint8_t lowp_f32_to_e4m3(float x)
 static inline float lowp_e4m3_to_f32(uint8_t h)
 {
     const uint32_t m = h & 0x7Fu, sign = (uint32_t)h >> 7 << 31;
-    return lowp_float(sign | (m < 0x7F ? lowp_widen(m, 3, 7) : LOWP_INF | m << 20)); /* 0x7F: every fraction bit set, so quiet */
+    /* 0x7F: every fraction bit set, so quiet */
+    return lowp_float(sign | (m < 0x7F ? lowp_widen(m, 3, 7) : LOWP_INF | m << 20));
 }
 
 static inline uint8_t lowp_f32_to_e5m2(float x)

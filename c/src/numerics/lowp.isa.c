@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: MIT */
-/* lowp.isa.c: arrays of small floats, with the bits of lowp.h. f16 goes through the instruction set's own conversion, codes of
- * eight bits widen through f16; the others are loops that the compiler turns into whatever registers there are. The caller has
- * set the float mode, so that here, other than in lowp.h, a float operation may round. */
+/* lowp.isa.c: arrays of small floats, with the bits of lowp.h. f16 goes through the instruction
+ * set's own conversion, codes of eight bits widen through f16; the others are loops that the
+ * compiler turns into whatever registers there are. The caller has set the float mode, so that
+ * here, other than in lowp.h, a float operation may round. */
 #include "isa_fn.h"
 #include "lowp.h"
 #include "vec.h"
@@ -40,12 +41,14 @@ EACH(bf16_to_f32, uint16_t, float, lowp_bf16_to_f32)
 
 /* ---- eight bits ---- */
 
-/* lowp_narrow of a finite magnitude w by one addition: to a power of two whose unit in the last place is the step of the format
- * at w, so that the sum is rounded there, and its fraction counts steps: all of them below the smallest normal number, and from
- * 2^mant to 2^(mant + 1) in each binade above. */
+/* lowp_narrow of a finite magnitude w by one addition: to a power of two whose unit in the last
+ * place is the step of the format at w, so that the sum is rounded there, and its fraction counts
+ * steps: all of them below the smallest normal number, and from 2^mant to 2^(mant + 1) in each
+ * binade above. */
 static inline uint32_t narrow(uint32_t w, uint32_t mant, uint32_t bias)
 {
-    const uint32_t least = (128 - bias) << 23, exponent = w & LOWP_INF, binade = exponent > least ? exponent : least;
+    const uint32_t least = (128 - bias) << 23, exponent = w & LOWP_INF,
+                   binade = exponent > least ? exponent : least;
     const uint32_t power = binade + ((23 - mant) << 23);
     const uint32_t steps = lowp_bits(lowp_float(w) + lowp_float(power)) - power;
     return steps + ((binade - least) >> (23 - mant));
@@ -85,7 +88,8 @@ void TL_ISA_FN(e5m2_to_f32_n)(const uint8_t *x, float *y, int64_t n)
     }
 }
 
-/* As f16, the fields of e4m3 mean 2^-8 of it, its bias being 7 where f16 has 15; NaN becomes one of f16, which keeps its bits. */
+/* As f16, the fields of e4m3 mean 2^-8 of it, its bias being 7 where f16 has 15; NaN becomes one of
+ * f16, which keeps its bits. */
 void TL_ISA_FN(e4m3_to_f32_n)(const uint8_t *x, float *y, int64_t n)
 {
     uint16_t half[PIECE];

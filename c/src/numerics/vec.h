@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: MIT */
-/* vec.h: sixteen f32 lanes, whatever the register. Each instruction set has one file with these operations; everything
- * that computes is written in them once (canon.h) and compiled for each.
+/* vec.h: sixteen f32 lanes, whatever the register. Each instruction set has one file with these
+ * operations; everything that computes is written in them once (canon.h) and compiled for each.
  *
  *   v16_zero, v16_set1(x)              every lane +0, or x
  *   v16_load(p), v16_store(p, x)       p[0..15], any alignment
  *   v16_load_n, v16_store_n            p[0..n-1] only, 0 <= n <= 16; lanes from n on load as +0
- *   v16_load_f16[_n], v16_store_f16[_n]  the same from and to f16: widened exactly (NaN quiet), rounded to nearest even
- *                                        (NaN 0x7E00)
+ *   v16_load_f16[_n], v16_store_f16[_n]  the same from and to f16: widened exactly (NaN quiet),
+ *                                        rounded to nearest even (NaN 0x7E00)
  *   v16_load_bf16[_n]                  from bf16, widened by a shift
  *   v16_add, v16_sub, v16_mul, v16_div one rounding each
  *   v16_with_sign(x, s)                |x| with the sign of s
@@ -17,33 +17,41 @@
  *   v16_where_nan(x, a, b)             x is NaN ? a : b
  *   v16_only(x, lo, hi)                lanes outside [lo, hi) become -inf
  *   v16_all_le(x, y)                   every lane x <= y; false where any is NaN
- *   v16_pow2(p, t)                     p * 2^k exactly, k the integer that t holds above EXP_MAGIC; +0 below 2^-126
+ *   v16_pow2(p, t)                     p * 2^k exactly, k the integer that t holds above EXP_MAGIC;
+ *                                      +0 below 2^-126
  *   v16_first(x)                       lane 0
- *   v16_fold_max(x)                    the largest lane, by the halves of v16_fold with v16_max; not for NaN
+ *   v16_fold_max(x)                    the largest lane, by the halves of v16_fold with v16_max;
+ *                                      not for NaN
  *   v16_fold(x)                        sixteen lanes to one by halves: i with i+8, i+4, i+2, i+1
- *   v16_quads(a, b, c, d)              the first two halvings of four vectors: quad n holds what is left of the n-th
+ *   v16_quads(a, b, c, d)              the first two halvings of four vectors: quad n holds what is
+ *                                      left of the n-th
  *   v16_fold_quads(p0, p1, p2, p3)     the last two: lane 4*n + g is the fold of quad n of p_g
  *
- * The last two together are sixteen folds in fifteen additions, each with the bits v16_fold gives. The additions within
- * a fold have two operands, so their order does not matter; which lanes meet does.
+ * The last two together are sixteen folds in fifteen additions, each with the bits v16_fold gives.
+ * The additions within a fold have two operands, so their order does not matter; which lanes meet
+ * does.
  *
- * A v16 is V16_REGS registers of V16_REG_LANES lanes. Dots are summed a register at a time, so that a small register file
- * holds several keys and rows at once:
+ * A v16 is V16_REGS registers of V16_REG_LANES lanes. Dots are summed a register at a time, so that
+ * a small register file holds several keys and rows at once:
  *
- *   vreg, vreg_zero, vreg_load, vreg_load_f16, vreg_load_bf16, vreg_fma   as for v16, on one register
- *   vreg_keep(x)                                          x, in a register: not read from memory again for each use
+ *   vreg, vreg_zero, vreg_load, vreg_load_f16, vreg_load_bf16, vreg_fma   as for v16, on one
+ *                                                                         register
+ *   vreg_keep(x)                                          x, in a register: not read from memory
+ *                                                         again for each use
  *   v16_of(r)                                             the sixteen lanes of r[0 .. V16_REGS-1]
  *
- * V16_ROWS query rows are taken together; V16_KEYS(rows) dots of each run side by side, and V16_COLS(rows) vectors of
- * values, up to V16_MAX_COLS: as many accumulators as the register file holds, and enough of them to hide the latency
- * of an fma. V16_FETCHES, 2 or 3, is how often a cache line may be prefetched before arithmetic waits for it. */
+ * V16_ROWS query rows are taken together; V16_KEYS(rows) dots of each run side by side, and
+ * V16_COLS(rows) vectors of values, up to V16_MAX_COLS: as many accumulators as the register file
+ * holds, and enough of them to hide the latency of an fma. V16_FETCHES, 2 or 3, is how often a
+ * cache line may be prefetched before arithmetic waits for it. */
 #ifndef TL_VEC_H
 #define TL_VEC_H
 
 #include <stdint.h>
 #include <string.h>
 
-/* Operations on registers must be inlined whatever the compiler thinks; arrays are better left to its judgement. */
+/* Operations on registers must be inlined whatever the compiler thinks; arrays are better left to
+ * its judgement. */
 #if defined(TL_ISA_avx512) || defined(TL_ISA_avx2) || defined(TL_ISA_neon)
 #define V16_INLINE static inline __attribute__((always_inline, unused))
 #else

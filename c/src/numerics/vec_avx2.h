@@ -33,7 +33,8 @@ V16_INLINE v16 v16_zero(void)
 }
 
 /* All ones in lanes [0, n), zeros above: a window on this array. */
-static const int32_t v16_mask_window[32] = {-1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1};
+static const int32_t v16_mask_window[32] = {-1, -1, -1, -1, -1, -1, -1, -1,
+                                            -1, -1, -1, -1, -1, -1, -1, -1};
 
 typedef struct {
     __m256i lo, hi;
@@ -42,7 +43,8 @@ typedef struct {
 V16_INLINE v16_mask v16_below(int64_t n)
 {
     const int32_t *w = v16_mask_window + 16 - n;
-    return (v16_mask){_mm256_loadu_si256((const __m256i *)w), _mm256_loadu_si256((const __m256i *)(w + 8))};
+    return (v16_mask){_mm256_loadu_si256((const __m256i *)w),
+                      _mm256_loadu_si256((const __m256i *)(w + 8))};
 }
 
 /* mask ? a : b */
@@ -60,7 +62,8 @@ V16_INLINE v16 v16_load(const float *p)
 V16_INLINE v16 v16_load_n(const float *p, int64_t n)
 {
     const v16_mask m = v16_below(n);
-    return (v16){_mm256_maskload_ps(p, m.lo), n > 8 ? _mm256_maskload_ps(p + 8, m.hi) : _mm256_setzero_ps()};
+    return (v16){_mm256_maskload_ps(p, m.lo),
+                 n > 8 ? _mm256_maskload_ps(p + 8, m.hi) : _mm256_setzero_ps()};
 }
 
 V16_INLINE void v16_store(float *p, v16 x)
@@ -92,7 +95,8 @@ V16_INLINE v16 v16_load_f16_n(const uint16_t *p, int64_t n)
 
 V16_INLINE __m256 widen_bf16(const uint16_t *p)
 {
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16));
+    return _mm256_castsi256_ps(
+        _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16));
 }
 
 V16_INLINE v16 v16_load_bf16(const uint16_t *p)
@@ -109,11 +113,14 @@ V16_INLINE v16 v16_load_bf16_n(const uint16_t *p, int64_t n)
 
 V16_INLINE void v16_store_f16(uint16_t *p, v16 x)
 {
-    _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(x.lo, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-    _mm_storeu_si128((__m128i *)(p + 8), _mm256_cvtps_ph(x.hi, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    _mm_storeu_si128((__m128i *)p,
+                     _mm256_cvtps_ph(x.lo, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    _mm_storeu_si128((__m128i *)(p + 8),
+                     _mm256_cvtps_ph(x.hi, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
     const int nan_lo = _mm256_movemask_ps(_mm256_cmp_ps(x.lo, x.lo, _CMP_UNORD_Q));
     const int nan_hi = _mm256_movemask_ps(_mm256_cmp_ps(x.hi, x.hi, _CMP_UNORD_Q));
-    for (int nan = nan_lo | nan_hi << 8; nan; nan &= nan - 1) /* the instruction keeps payloads; here there is one NaN */
+    /* the instruction keeps payloads; here there is one NaN */
+    for (int nan = nan_lo | nan_hi << 8; nan; nan &= nan - 1)
         p[__builtin_ctz((unsigned)nan)] = 0x7E00;
 }
 
@@ -186,13 +193,16 @@ V16_INLINE v16 v16_only(v16 x, int lo, int hi)
 
 V16_INLINE int v16_all_le(v16 x, v16 y)
 {
-    return _mm256_movemask_ps(_mm256_and_ps(_mm256_cmp_ps(x.lo, y.lo, _CMP_LE_OQ), _mm256_cmp_ps(x.hi, y.hi, _CMP_LE_OQ))) == 0xFF;
+    return _mm256_movemask_ps(_mm256_and_ps(_mm256_cmp_ps(x.lo, y.lo, _CMP_LE_OQ),
+                                            _mm256_cmp_ps(x.hi, y.hi, _CMP_LE_OQ))) == 0xFF;
 }
 
 V16_INLINE __m256 pow2_half(__m256 p, __m256 t)
 {
-    const __m256i bits = _mm256_add_epi32(_mm256_castps_si256(p), _mm256_slli_epi32(_mm256_castps_si256(t), 23));
-    return _mm256_castsi256_ps(_mm256_and_si256(bits, _mm256_cmpgt_epi32(bits, _mm256_set1_epi32(0x007FFFFF))));
+    const __m256i bits =
+        _mm256_add_epi32(_mm256_castps_si256(p), _mm256_slli_epi32(_mm256_castps_si256(t), 23));
+    return _mm256_castsi256_ps(
+        _mm256_and_si256(bits, _mm256_cmpgt_epi32(bits, _mm256_set1_epi32(0x007FFFFF))));
 }
 
 V16_INLINE v16 v16_pow2(v16 p, v16 t)
@@ -275,14 +285,17 @@ V16_INLINE v16 v16_quads(v16 a, v16 b, v16 c, v16 d)
 
 V16_INLINE __m256 fold_quads_half(__m256 p0, __m256 p1, __m256 p2, __m256 p3)
 {
-    const __m256 x = _mm256_add_ps(_mm256_shuffle_ps(p0, p1, 0x44), _mm256_shuffle_ps(p0, p1, 0xEE));
-    const __m256 y = _mm256_add_ps(_mm256_shuffle_ps(p2, p3, 0x44), _mm256_shuffle_ps(p2, p3, 0xEE));
+    const __m256 x =
+        _mm256_add_ps(_mm256_shuffle_ps(p0, p1, 0x44), _mm256_shuffle_ps(p0, p1, 0xEE));
+    const __m256 y =
+        _mm256_add_ps(_mm256_shuffle_ps(p2, p3, 0x44), _mm256_shuffle_ps(p2, p3, 0xEE));
     return _mm256_add_ps(_mm256_shuffle_ps(x, y, 0x88), _mm256_shuffle_ps(x, y, 0xDD));
 }
 
 V16_INLINE v16 v16_fold_quads(v16 p0, v16 p1, v16 p2, v16 p3)
 {
-    return (v16){fold_quads_half(p0.lo, p1.lo, p2.lo, p3.lo), fold_quads_half(p0.hi, p1.hi, p2.hi, p3.hi)};
+    return (v16){fold_quads_half(p0.lo, p1.lo, p2.lo, p3.lo),
+                 fold_quads_half(p0.hi, p1.hi, p2.hi, p3.hi)};
 }
 
 #endif

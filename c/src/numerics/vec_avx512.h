@@ -84,7 +84,8 @@ V16_INLINE v16 v16_load_bf16_n(const uint16_t *p, int64_t n)
 V16_INLINE __m256i v16_to_f16(v16 x)
 {
     const __m256i h = _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q); /* the instruction keeps payloads; here there is one NaN */
+    /* the instruction keeps payloads; here there is one NaN */
+    const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
     return _mm256_mask_mov_epi16(h, nan, _mm256_set1_epi16(0x7E00));
 }
 
@@ -120,7 +121,8 @@ V16_INLINE v16 v16_div(v16 a, v16 b)
 
 V16_INLINE v16 v16_with_sign(v16 x, v16 sign)
 {
-    return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(_mm512_set1_epi32(INT32_MIN), _mm512_castps_si512(sign), _mm512_castps_si512(x), 0xCA));
+    return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(
+        _mm512_set1_epi32(INT32_MIN), _mm512_castps_si512(sign), _mm512_castps_si512(x), 0xCA));
 }
 
 V16_INLINE v16 v16_fma(v16 a, v16 b, v16 c)
@@ -150,7 +152,8 @@ V16_INLINE v16 v16_where_nan(v16 x, v16 a, v16 b)
 
 V16_INLINE v16 v16_only(v16 x, int lo, int hi)
 {
-    return _mm512_mask_blend_ps((__mmask16)(v16_below(hi) & ~v16_below(lo)), _mm512_set1_ps(-INFINITY), x);
+    return _mm512_mask_blend_ps((__mmask16)(v16_below(hi) & ~v16_below(lo)),
+                                _mm512_set1_ps(-INFINITY), x);
 }
 
 V16_INLINE int v16_all_le(v16 x, v16 y)
@@ -160,8 +163,10 @@ V16_INLINE int v16_all_le(v16 x, v16 y)
 
 V16_INLINE v16 v16_pow2(v16 p, v16 t)
 {
-    const __m512i bits = _mm512_add_epi32(_mm512_castps_si512(p), _mm512_slli_epi32(_mm512_castps_si512(t), 23));
-    return _mm512_castsi512_ps(_mm512_maskz_mov_epi32(_mm512_cmpgt_epi32_mask(bits, _mm512_set1_epi32(0x007FFFFF)), bits));
+    const __m512i bits =
+        _mm512_add_epi32(_mm512_castps_si512(p), _mm512_slli_epi32(_mm512_castps_si512(t), 23));
+    return _mm512_castsi512_ps(
+        _mm512_maskz_mov_epi32(_mm512_cmpgt_epi32_mask(bits, _mm512_set1_epi32(0x007FFFFF)), bits));
 }
 
 V16_INLINE float v16_first(v16 x)
@@ -185,7 +190,8 @@ V16_INLINE float v16_fold(v16 x)
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
 
-/* Halvings of two vectors at once, one shuffle each: what stays where it is comes from a blend, what it meets from across. */
+/* Halvings of two vectors at once, one shuffle each: what stays where it is comes from a blend,
+ * what it meets from across. */
 V16_INLINE __m512 halve_eights(v16 a, v16 b)
 {
     return _mm512_add_ps(_mm512_mask_blend_ps(0xFF00, a, b), _mm512_shuffle_f32x4(a, b, 0x4E));
@@ -194,7 +200,8 @@ V16_INLINE __m512 halve_eights(v16 a, v16 b)
 V16_INLINE v16 v16_quads(v16 a, v16 b, v16 c, v16 d)
 {
     const __m512 ac = halve_eights(a, c), bd = halve_eights(b, d);
-    const __m512 away = _mm512_mask_blend_ps(0x0F0F, ac, bd), here = _mm512_mask_blend_ps(0xF0F0, ac, bd);
+    const __m512 away = _mm512_mask_blend_ps(0x0F0F, ac, bd),
+                 here = _mm512_mask_blend_ps(0xF0F0, ac, bd);
     return _mm512_add_ps(here, _mm512_shuffle_f32x4(away, away, 0xB1));
 }
 

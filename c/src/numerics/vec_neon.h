@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* vec_neon.h: the sixteen lanes as four NEON registers (AArch64, whose baseline has fused multiply-add and f16
- * conversion). */
+/* vec_neon.h: the sixteen lanes as four NEON registers (AArch64, whose baseline has fused
+ * multiply-add and f16 conversion). */
 #ifndef TL_VEC_NEON_H
 #define TL_VEC_NEON_H
 
@@ -96,7 +96,8 @@ V16_INLINE void v16_store_f16(uint16_t *p, v16 x)
     QUARTERS
     {
         const uint16x4_t h = vreinterpret_u16_f16(vcvt_f16_f32(x.q[i]));
-        const uint16x4_t number = vmovn_u32(vceqq_f32(x.q[i], x.q[i])); /* the instruction keeps payloads; here there is one NaN */
+        /* the instruction keeps payloads; here there is one NaN */
+        const uint16x4_t number = vmovn_u32(vceqq_f32(x.q[i], x.q[i]));
         vst1_u16(p + 4 * i, vbsl_u16(number, h, vdup_n_u16(0x7E00)));
     }
 }
@@ -154,7 +155,8 @@ V16_INLINE int32x4_t lane_numbers(int i)
 V16_INLINE v16 v16_fma_n(v16 a, v16 b, v16 c, int64_t n)
 {
     const v16 all = v16_fma(a, b, c);
-    QUARTERS c.q[i] = vbslq_f32(vcltq_s32(lane_numbers(i), vdupq_n_s32((int32_t)n)), all.q[i], c.q[i]);
+    QUARTERS c.q[i] =
+        vbslq_f32(vcltq_s32(lane_numbers(i), vdupq_n_s32((int32_t)n)), all.q[i], c.q[i]);
     return c;
 }
 
@@ -181,7 +183,8 @@ V16_INLINE v16 v16_only(v16 x, int lo, int hi)
     QUARTERS
     {
         const int32x4_t lane = lane_numbers(i);
-        const uint32x4_t in = vandq_u32(vcgeq_s32(lane, vdupq_n_s32(lo)), vcltq_s32(lane, vdupq_n_s32(hi)));
+        const uint32x4_t in =
+            vandq_u32(vcgeq_s32(lane, vdupq_n_s32(lo)), vcltq_s32(lane, vdupq_n_s32(hi)));
         x.q[i] = vbslq_f32(in, x.q[i], vdupq_n_f32(-INFINITY));
     }
     return x;
@@ -199,7 +202,8 @@ V16_INLINE v16 v16_pow2(v16 p, v16 t)
 {
     QUARTERS
     {
-        const int32x4_t bits = vaddq_s32(vreinterpretq_s32_f32(p.q[i]), vshlq_n_s32(vreinterpretq_s32_f32(t.q[i]), 23));
+        const int32x4_t bits = vaddq_s32(vreinterpretq_s32_f32(p.q[i]),
+                                         vshlq_n_s32(vreinterpretq_s32_f32(t.q[i]), 23));
         const uint32x4_t normal = vcgtq_s32(bits, vdupq_n_s32(0x007FFFFF));
         p.q[i] = vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_s32(bits), normal));
     }
@@ -220,7 +224,8 @@ V16_INLINE float v16_fold_max(v16 x)
 {
     const v16 y = v16_max((v16){{x.q[0], x.q[1]}}, (v16){{x.q[2], x.q[3]}});
     const float32x4_t four = vbslq_f32(vcgtq_f32(y.q[0], y.q[1]), y.q[0], y.q[1]);
-    const float a = vgetq_lane_f32(four, 0), b = vgetq_lane_f32(four, 1), c = vgetq_lane_f32(four, 2), d = vgetq_lane_f32(four, 3);
+    const float a = vgetq_lane_f32(four, 0), b = vgetq_lane_f32(four, 1),
+                c = vgetq_lane_f32(four, 2), d = vgetq_lane_f32(four, 3);
     const float ac = a > c ? a : c, bd = b > d ? b : d;
     return ac > bd ? ac : bd;
 }
@@ -280,7 +285,8 @@ V16_INLINE v16 v16_quads(v16 a, v16 b, v16 c, v16 d)
 
 V16_INLINE float32x4_t halve_two(float32x4_t a, float32x4_t b)
 {
-    return vaddq_f32(vcombine_f32(vget_low_f32(a), vget_low_f32(b)), vcombine_f32(vget_high_f32(a), vget_high_f32(b)));
+    return vaddq_f32(vcombine_f32(vget_low_f32(a), vget_low_f32(b)),
+                     vcombine_f32(vget_high_f32(a), vget_high_f32(b)));
 }
 
 V16_INLINE v16 v16_fold_quads(v16 p0, v16 p1, v16 p2, v16 p3)

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* vec_scalar.h: the sixteen lanes as an array: the definition the other instruction sets are compared with, and the
- * fallback. */
+/* vec_scalar.h: the sixteen lanes as an array: the definition the other instruction sets are
+ * compared with, and the fallback. */
 #ifndef TL_VEC_SCALAR_H
 #define TL_VEC_SCALAR_H
 
@@ -20,9 +20,10 @@ typedef struct {
     float lane[16];
 } v16;
 
-/* a*b + c with one rounding. Without an instruction for it: the product of two f32 is exact in f64, the error of adding
- * c is known exactly (two-sum), and a sum rounded to odd keeps what the final rounding to f32 must know (Boldo and
- * Melquiond, "Emulation of FMA and correctly rounded sums", 2008). No libm call: some builds of fmaf round twice. */
+/* a*b + c with one rounding. Without an instruction for it: the product of two f32 is exact in f64,
+ * the error of adding c is known exactly (two-sum), and a sum rounded to odd keeps what the final
+ * rounding to f32 must know (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums",
+ * 2008). No libm call: some builds of fmaf round twice. */
 V16_INLINE float f32_fma(float a, float b, float c)
 {
 #if defined(__FP_FAST_FMAF)
@@ -32,7 +33,8 @@ V16_INLINE float f32_fma(float a, float b, float c)
     const double back = sum - product, error = (product - (sum - back)) + (c - back);
     uint64_t bits;
     memcpy(&bits, &sum, sizeof bits);
-    const uint64_t inexact = (error > 0) | (error < 0); /* an infinite or NaN sum has a NaN error: leave it alone */
+    /* an infinite or NaN sum has a NaN error: leave it alone */
+    const uint64_t inexact = (error > 0) | (error < 0);
     const uint64_t away = (error > 0) == (sum > 0) ? 1 : UINT64_MAX;
     bits += away & (0 - (inexact & ~bits & 1));
     double odd;

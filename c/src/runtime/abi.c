@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: MIT */
 /* abi.c: the names of the status codes, the error slot, and where memory comes from.
  *
- * Words: the slot is the calling thread's last error; the hook is the allocator in force; the default hook puts a tag
- * of two words in front of every piece it hands out, which says how the piece goes back. */
+ * Words: the slot is the calling thread's last error; the hook is the allocator in force; the
+ * default hook puts a tag of two words in front of every piece it hands out, which says how the
+ * piece goes back. */
 #include <assert.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -74,11 +75,12 @@ tl_status tl_fail(tl_status status, const char *fn, const char *format, ...)
 
 /* ---- the default hook ---- */
 
-/* From here up a piece is a mapping of its own: pages nobody writes cost nothing, and more may be reserved than there
- * is memory. Below it the C heap is faster and wastes no pages. */
+/* From here up a piece is a mapping of its own: pages nobody writes cost nothing, and more may be
+ * reserved than there is memory. Below it the C heap is faster and wastes no pages. */
 #define LARGE_PIECE ((size_t)1 << 20)
 
-/* From here up huge pages are asked for: blocks lie in no order, and each page touched costs a walk through the page tables. */
+/* From here up huge pages are asked for: blocks lie in no order, and each page touched costs a walk
+ * through the page tables. */
 #define HUGE_PIECE ((size_t)16 << 20)
 
 struct tag {
@@ -108,12 +110,14 @@ static void *default_alloc(void *user, size_t n, size_t align)
         void *base = malloc(total);
         return base ? place_piece(base, 0, align) : NULL;
     }
-    void *base = mmap(NULL, total, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void *base = mmap(NULL, total, PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (base == MAP_FAILED)
         return NULL;
 #if defined(MADV_HUGEPAGE)
     if (total >= HUGE_PIECE)
-        (void)madvise(base, total, MADV_HUGEPAGE); /* a wish: without huge pages everything works, a little slower */
+        /* a wish: without huge pages everything works, a little slower */
+        (void)madvise(base, total, MADV_HUGEPAGE);
 #endif
     return place_piece(base, total, align);
 }
@@ -167,7 +171,8 @@ void *tl_alloc(size_t n, size_t align)
     }
     void *p = hook.alloc(hook.user, n, align);
     if (!p)
-        tl_fail(TL_ENOMEM, "tl_alloc", "the allocator hook has no %zu bytes aligned to %zu", n, align);
+        tl_fail(TL_ENOMEM, "tl_alloc", "the allocator hook has no %zu bytes aligned to %zu", n,
+                align);
     return p;
 }
 

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* alloc.h: memory that remembers where it came from, so that it goes back to the hook that gave it even when another
- * has been installed since; and size arithmetic that cannot wrap. */
+/* alloc.h: memory that remembers where it came from, so that it goes back to the hook that gave it
+ * even when another has been installed since; and size arithmetic that cannot wrap. */
 #ifndef TL_ALLOC_H
 #define TL_ALLOC_H
 
@@ -8,8 +8,8 @@
 
 #include "tinyllm/abi.h"
 
-/* n bytes from the hook in force, whose copy is stored in *owner; NULL (slot untouched) where the hook has none. n > 0,
- * align a power of two. */
+/* n bytes from the hook in force, whose copy is stored in *owner; NULL (slot untouched) where the
+ * hook has none. n > 0, align a power of two. */
 void *tl_owned_alloc(size_t n, size_t align, tl_allocator *owner);
 
 /* Gives p back to the hook it came from. NULL: nothing. */

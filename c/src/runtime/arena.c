@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: MIT */
 /* arena.c: bump allocation in a list of blocks that only grows.
  *
- * Words: the position is (current block, its offset); blocks before the current one keep the offset at which they were
- * left, blocks after it are empty. A request goes to the first block from the current one on that holds it, and to a
- * new block at the end of the list where none does. Blocks neither move nor leave before the arena does, so the same
- * requests from the same position always find the same places. */
+ * Words: the position is (current block, its offset); blocks before the current one keep the offset
+ * at which they were left, blocks after it are empty. A request goes to the first block from the
+ * current one on that holds it, and to a new block at the end of the list where none does. Blocks
+ * neither move nor leave before the arena does, so the same requests from the same position always
+ * find the same places. */
 #include <assert.h>
 #include <stdalign.h>
 
@@ -15,7 +16,8 @@
 static_assert(sizeof(size_t) != 8 || sizeof(tl_arena_mark) == 16, "tl_arena_mark is 16 bytes");
 static_assert(sizeof(size_t) != 8 || sizeof(tl_arena_stats) == 32, "tl_arena_stats is 32 bytes");
 
-/* Stands behind the bytes it describes, so that they may start on any boundary and all of them are usable. */
+/* Stands behind the bytes it describes, so that they may start on any boundary and all of them are
+ * usable. */
 struct block {
     char *base;
     size_t size, offset; /* bytes; what is taken of them, padding included */
@@ -33,7 +35,8 @@ struct tl_arena {
 
 /* ---- blocks ---- */
 
-/* Bytes to ask for so that `size` usable ones and the block's description fit; false where that would wrap. */
+/* Bytes to ask for so that `size` usable ones and the block's description fit; false where that
+ * would wrap. */
 static bool block_footprint(size_t size, size_t *at, size_t *total)
 {
     if (!tl_add_size(size, alignof(struct block) - 1, at))
@@ -61,8 +64,10 @@ static void block_free(struct block *block)
     tl_owned_free(&owner, block->base);
 }
 
-/* Where in `block` the request (n, align) starts, counted from `offset` on; false where it does not fit. */
-static bool block_fits(const struct block *block, size_t offset, size_t n, size_t align, size_t *start)
+/* Where in `block` the request (n, align) starts, counted from `offset` on; false where it does not
+ * fit. */
+static bool block_fits(const struct block *block, size_t offset, size_t n, size_t align,
+                       size_t *start)
 {
     const size_t pad = (size_t)-((uintptr_t)block->base + offset) & (align - 1);
     const size_t room = block->size - offset;
@@ -97,7 +102,8 @@ static size_t larger(size_t a, size_t b)
 /* A new block serves the request at its offset 0, whatever the alignment. */
 static struct block *grow(tl_arena *arena, size_t n, size_t align)
 {
-    struct block *block = block_new(larger(n, arena->block_bytes), larger(align, TL_ARENA_DEFAULT_ALIGN));
+    struct block *block =
+        block_new(larger(n, arena->block_bytes), larger(align, TL_ARENA_DEFAULT_ALIGN));
     if (block)
         append_block(arena, block);
     return block;
@@ -128,7 +134,8 @@ tl_status tl_arena_create(size_t block_bytes, tl_arena **out)
     tl_arena *arena = tl_owned_alloc(sizeof *arena, alignof(tl_arena), &owner);
     if (!arena)
         return tl_fail(TL_ENOMEM, fn, "the allocator hook has no %zu bytes", sizeof *arena);
-    *arena = (tl_arena){.block_bytes = block_bytes ? block_bytes : TL_ARENA_DEFAULT_BLOCK, .owner = owner};
+    *arena = (tl_arena){.block_bytes = block_bytes ? block_bytes : TL_ARENA_DEFAULT_BLOCK,
+                        .owner = owner};
     *out = arena;
     return TL_OK;
 }
@@ -141,7 +148,8 @@ static tl_status check_request(const char *fn, const tl_arena *arena, size_t n, 
     if (n == 0)
         return tl_fail(TL_EINVAL, fn, "n = 0 bytes asked for");
     if ((align & (align - 1)) != 0 || align > TL_ARENA_MAX_ALIGN)
-        return tl_fail(TL_EINVAL, fn, "align = %zu is no power of two up to %zu", align, TL_ARENA_MAX_ALIGN);
+        return tl_fail(TL_EINVAL, fn, "align = %zu is no power of two up to %zu", align,
+                       TL_ARENA_MAX_ALIGN);
     if (!block_footprint(n, &at, &total))
         return tl_fail(TL_EINVAL, fn, "n = %zu bytes would wrap", n);
     return TL_OK;
@@ -161,8 +169,9 @@ void *tl_arena_alloc(tl_arena *arena, size_t n, size_t align)
         block = grow(arena, n, align);
     }
     if (!block) {
-        tl_fail(TL_ENOMEM, fn, "the allocator hook has no block for n = %zu, align = %zu, block_bytes = %zu", n, align,
-                arena->block_bytes);
+        tl_fail(TL_ENOMEM, fn,
+                "the allocator hook has no block for n = %zu, align = %zu, block_bytes = %zu", n,
+                align, arena->block_bytes);
         return NULL;
     }
     return take(arena, block, start, n);
@@ -171,7 +180,8 @@ void *tl_arena_alloc(tl_arena *arena, size_t n, size_t align)
 static tl_arena_mark position(const tl_arena *arena)
 {
     const struct block *block = arena->current;
-    return block ? (tl_arena_mark){.offset = block->offset, .block = block->number} : (tl_arena_mark){0, 0};
+    return block ? (tl_arena_mark){.offset = block->offset, .block = block->number}
+                 : (tl_arena_mark){0, 0};
 }
 
 tl_arena_mark tl_arena_mark_get(const tl_arena *arena)
@@ -199,15 +209,18 @@ void tl_arena_reset_to(tl_arena *arena, tl_arena_mark mark)
     }
     const tl_arena_mark now = position(arena);
     if (mark.block > now.block || (mark.block == now.block && mark.offset > now.offset)) {
-        tl_fail(TL_EINVAL, fn, "the mark (block %zu, offset %zu) is later than the position (block %zu, offset %zu)",
-                mark.block, mark.offset, now.block, now.offset);
+        tl_fail(
+            TL_EINVAL, fn,
+            "the mark (block %zu, offset %zu) is later than the position (block %zu, offset %zu)",
+            mark.block, mark.offset, now.block, now.offset);
         return;
     }
     if (!arena->current)
         return;
     for (; arena->current->number > mark.block; arena->current = arena->current->prev)
         release_down_to(arena, 0);
-    /* A mark that an earlier reset has passed may lie beyond where its block was left since: nothing to release. */
+    /* A mark that an earlier reset has passed may lie beyond where its block was left since:
+     * nothing to release. */
     if (mark.offset < arena->current->offset)
         release_down_to(arena, mark.offset);
 }
@@ -218,7 +231,8 @@ void tl_arena_stats_get(const tl_arena *arena, tl_arena_stats *out)
         tl_fail(TL_EINVAL, "tl_arena_stats_get", "%s is NULL", arena ? "out" : "arena");
         return;
     }
-    *out = (tl_arena_stats){arena->bytes_used, arena->bytes_reserved, arena->high_water, arena->n_blocks};
+    *out = (tl_arena_stats){arena->bytes_used, arena->bytes_reserved, arena->high_water,
+                            arena->n_blocks};
 }
 
 void tl_arena_destroy(tl_arena *arena)

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* cpu.c: what this CPU and its operating system offer. Looked up when first asked, never at load time. */
+/* cpu.c: what this CPU and its operating system offer. Looked up when first asked, never at load
+ * time. */
 #include <stdatomic.h>
 
 #include "runtime/cpu.h"
@@ -48,7 +49,8 @@ static unsigned look_up(void)
     have |= (leaf1 & F16C_BIT) ? TL_CPU_F16C : 0;
     have |= (leaf7 & AVX2_BIT) ? TL_CPU_AVX2 : 0;
     if ((state & ZMM_STATE) == ZMM_STATE && (leaf7 & AVX512_BITS) == AVX512_BITS)
-        have |= TL_CPU_AVX512 | ((leaf7_c & VPCLMUL_BIT) && (have & TL_CPU_CRC32) ? TL_CPU_VPCLMUL : 0);
+        have |=
+            TL_CPU_AVX512 | ((leaf7_c & VPCLMUL_BIT) && (have & TL_CPU_CRC32) ? TL_CPU_VPCLMUL : 0);
     return have;
 }
 
@@ -74,7 +76,8 @@ static unsigned look_up(void)
 
 #endif
 
-/* In a virtual machine cpuid traps into the hypervisor and may cost tens of microseconds, so the answer is kept.
+/* In a virtual machine cpuid traps into the hypervisor and may cost tens of microseconds, so the
+ * answer is kept.
  * Threads that ask at the same time find the same one. */
 unsigned tl_cpu_features(void)
 {

@@ -9,7 +9,8 @@
 #define TL_CPU_AVX512 8u /* F, BW, DQ and VL */
 #define TL_CPU_NEON 16u
 #define TL_CPU_CRC32 32u /* the CPU's own CRC-32C instruction */
-#define TL_CPU_VPCLMUL 64u /* carry-less products of AVX-512 registers; never without AVX512 and CRC32 */
+/* carry-less products of AVX-512 registers; never without AVX512 and CRC32 */
+#define TL_CPU_VPCLMUL 64u
 
 /* As TL_CPU_ bits. Looked up at the first call; cheap afterwards. Thread-safe. */
 unsigned tl_cpu_features(void);

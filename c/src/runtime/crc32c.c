@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: MIT */
-/* crc32c.c: CRC-32C, by the fastest of three ways this CPU has: carry-less products, an instruction of its own, eight tables;
- * and copies that are summed on the way.
+/* crc32c.c: CRC-32C, by the fastest of three ways this CPU has: carry-less products, an instruction
+ * of its own, eight tables; and copies that are summed on the way.
  *
- * Words. All ways work on the register: the reflected remainder, which starts and ends as the complement of what callers see;
- * bit 31 is x^0. A little-endian word holds the byte that comes first in its low bits, which is the order that all of them eat.
- * stream: one of three pieces of the input that are summed side by side, because an instruction's result takes three cycles and
- * another one can start in each. */
+ * Words. All ways work on the register: the reflected remainder, which starts and ends as the
+ * complement of what callers see; bit 31 is x^0. A little-endian word holds the byte that comes
+ * first in its low bits, which is the order that all of them eat.
+ * stream: one of three pieces of the input that are summed side by side, because an instruction's
+ * result takes three cycles and another one can start in each. */
 #include <pthread.h>
 #include <string.h>
 
@@ -21,9 +22,12 @@
 #define POLYNOMIAL 0x82F63B78u /* Castagnoli's, reflected */
 
 enum {
-    STREAM = 256,          /* bytes: longer ones lose more to the prefetcher, which sees three, than joining them costs */
+    /* bytes: longer ones lose more to the prefetcher, which sees three, than joining them costs */
+    STREAM = 256,
     FOLD = CRC32C_FOLD, WIDE = CRC32C_WIDE,
-    PIECE = 8192,          /* bytes that are summed and then copied: half of the smallest first-level cache, with the copy */
+    /* bytes that are summed and then copied: half of the smallest first-level cache, with the
+     * copy */
+    PIECE = 8192,
 };
 
 static uint64_t load64(const unsigned char *p)
@@ -37,7 +41,8 @@ static uint64_t load64(const unsigned char *p)
 
 static uint32_t byte[8][256];   /* [k][x]: the register after byte x and k zero bytes, from 0 */
 static uint32_t stream[4][256]; /* [k][x]: the register after STREAM zero bytes, from x << 8k */
-static uint64_t power[2][2];    /* multipliers that move 16 bytes by FOLD and by WIDE: for their first 8 bytes, their last */
+/* multipliers that move 16 bytes by FOLD and by WIDE: for their first 8 bytes, their last */
+static uint64_t power[2][2];
 static pthread_once_t tables_once = PTHREAD_ONCE_INIT;
 
 /* The register after n zero bytes: times x^8n, modulo the polynomial. */
@@ -62,10 +67,12 @@ static void make_tables(void)
     for (int k = 0; k < 4; k++)
         for (uint32_t x = 1; x < 256; x++) { /* linear: one bit, and the others */
             const uint32_t others = x & (x - 1);
-            stream[k][x] = others ? stream[k][others] ^ stream[k][x ^ others] : eat_zeros(x << 8 * k, STREAM);
+            stream[k][x] =
+                others ? stream[k][others] ^ stream[k][x ^ others] : eat_zeros(x << 8 * k, STREAM);
         }
-    /* A word's product with x^m in bits 1 to 32 of the other is its product with x^(m+32): 31 because bit 63 would be x^0, one
-     * because a product of two words lies one bit short of 128. The first word of two stands 64 powers above the last. */
+    /* A word's product with x^m in bits 1 to 32 of the other is its product with x^(m+32): 31
+     * because bit 63 would be x^0, one because a product of two words lies one bit short of 128.
+     * The first word of two stands 64 powers above the last. */
     for (int i = 0; i < 2; i++) {
         power[i][0] = (uint64_t)eat_zeros(1u << 31, (i ? WIDE : FOLD) + 4) << 1;
         power[i][1] = (uint64_t)eat_zeros(1u << 31, (i ? WIDE : FOLD) - 4) << 1;
@@ -118,7 +125,8 @@ static inline WITH_INSTRUCTION uint32_t eat_byte(uint32_t reg, unsigned char x)
 
 #elif defined(__aarch64__)
 
-#define WITH_INSTRUCTION /* the assembler is told instead: compilers offer the intrinsic only to whole files built for it */
+/* the assembler is told instead: compilers offer the intrinsic only to whole files built for it */
+#define WITH_INSTRUCTION
 
 static inline uint32_t eat_word(uint32_t reg, uint64_t word)
 {
@@ -138,7 +146,8 @@ static inline uint32_t eat_byte(uint32_t reg, unsigned char x)
 
 static uint32_t eat_stream_of_zeros(uint32_t reg)
 {
-    return stream[0][reg & 0xFF] ^ stream[1][reg >> 8 & 0xFF] ^ stream[2][reg >> 16 & 0xFF] ^ stream[3][reg >> 24];
+    return stream[0][reg & 0xFF] ^ stream[1][reg >> 8 & 0xFF] ^ stream[2][reg >> 16 & 0xFF] ^
+           stream[3][reg >> 24];
 }
 
 static inline WITH_INSTRUCTION uint32_t eat_three_streams(uint32_t first, const unsigned char *p)
@@ -180,8 +189,10 @@ uint32_t tl_crc32c_by_instruction(const void *data, size_t n, uint32_t crc)
 
 #if defined(__x86_64__)
 
-/* The register after n bytes, n >= WIDE and a multiple of FOLD, which are copied on the way if store says so. */
-static WITH_INSTRUCTION uint32_t eat_folds(uint32_t reg, unsigned char *to, const unsigned char *p, size_t n, enum crc32c_store store)
+/* The register after n bytes, n >= WIDE and a multiple of FOLD, which are copied on the way if
+ * store says so. */
+static WITH_INSTRUCTION uint32_t eat_folds(uint32_t reg, unsigned char *to, const unsigned char *p,
+                                           size_t n, enum crc32c_store store)
 {
     uint64_t words[8];
     need_tables();
@@ -201,14 +212,16 @@ uint32_t tl_crc32c_by_folding(const void *data, size_t n, uint32_t crc)
     return tl_crc32c_by_instruction(p + whole, n - whole, crc);
 }
 
-static uint32_t copy_by_folding(unsigned char *to, const unsigned char *from, size_t n, uint32_t crc, bool past_cache)
+static uint32_t copy_by_folding(unsigned char *to, const unsigned char *from, size_t n,
+                                uint32_t crc, bool past_cache)
 {
     const size_t first = past_cache ? -(uintptr_t)to % FOLD : 0;
     if (n < first + WIDE)
         return tl_crc32c_copy_in_pieces(to, from, n, crc, false);
     const size_t whole = (n - first) / FOLD * FOLD, last = n - first - whole;
     crc = tl_crc32c_copy_in_pieces(to, from, first, crc, false);
-    crc = ~eat_folds(~crc, to + first, from + first, whole, past_cache ? CRC32C_STORE_PAST_CACHE : CRC32C_STORE);
+    crc = ~eat_folds(~crc, to + first, from + first, whole,
+                     past_cache ? CRC32C_STORE_PAST_CACHE : CRC32C_STORE);
     return tl_crc32c_copy_in_pieces(to + n - last, from + n - last, last, crc, false);
 }
 
@@ -230,7 +243,8 @@ static uint32_t sum(const void *data, size_t n, uint32_t crc)
     const unsigned have = tl_cpu_features();
     if ((have & TL_CPU_VPCLMUL) && n >= WIDE)
         return tl_crc32c_by_folding(data, n, crc);
-    return have & TL_CPU_CRC32 ? tl_crc32c_by_instruction(data, n, crc) : tl_crc32c_by_table(data, n, crc);
+    return have & TL_CPU_CRC32 ? tl_crc32c_by_instruction(data, n, crc)
+                               : tl_crc32c_by_table(data, n, crc);
 }
 
 uint32_t tl_crc32c(const void *data, size_t n, uint32_t crc)
@@ -254,7 +268,8 @@ static void copy_past_cache(unsigned char *to, const unsigned char *from, size_t
     to += first, from += first, n -= first;
     for (; n >= 64; n -= 64, to += 64, from += 64)
         for (int i = 0; i < 64; i += 16)
-            _mm_stream_si128((__m128i *)(void *)(to + i), _mm_loadu_si128((const __m128i *)(const void *)(from + i)));
+            _mm_stream_si128((__m128i *)(void *)(to + i),
+                             _mm_loadu_si128((const __m128i *)(const void *)(from + i)));
     memcpy(to, from, n);
 }
 
@@ -281,7 +296,8 @@ void tl_copy(void *to, const void *from, size_t n, bool past_cache)
         memcpy(to, from, n);
 }
 
-uint32_t tl_crc32c_copy_in_pieces(void *to, const void *from, size_t n, uint32_t crc, bool past_cache)
+uint32_t tl_crc32c_copy_in_pieces(void *to, const void *from, size_t n, uint32_t crc,
+                                  bool past_cache)
 {
     for (size_t at = 0; at < n; at += PIECE) {
         const size_t piece = n - at < PIECE ? n - at : PIECE;
@@ -293,6 +309,7 @@ uint32_t tl_crc32c_copy_in_pieces(void *to, const void *from, size_t n, uint32_t
 
 uint32_t tl_crc32c_copy(void *to, const void *from, size_t n, uint32_t crc, bool past_cache)
 {
-    return tl_cpu_features() & TL_CPU_VPCLMUL ? copy_by_folding(to, from, n, crc, past_cache)
-                                             : tl_crc32c_copy_in_pieces(to, from, n, crc, past_cache);
+    return tl_cpu_features() & TL_CPU_VPCLMUL
+               ? copy_by_folding(to, from, n, crc, past_cache)
+               : tl_crc32c_copy_in_pieces(to, from, n, crc, past_cache);
 }

@@ -1,8 +1,10 @@
 /* SPDX-License-Identifier: MIT */
-/* fpenv.h: the float mode the arithmetic is defined in: round to nearest even, subnormals kept, no traps.
+/* fpenv.h: the float mode the arithmetic is defined in: round to nearest even, subnormals kept, no
+ * traps.
  *
- * Every function that rounds enters it and gives the caller's mode back, sticky flags included; a pool worker enters it
- * before every range. Only the unit that our code computes with is touched (MXCSR on x86, FPCR on Arm). */
+ * Every function that rounds enters it and gives the caller's mode back, sticky flags included; a
+ * pool worker enters it before every range. Only the unit that our code computes with is touched
+ * (MXCSR on x86, FPCR on Arm). */
 #ifndef TL_FPENV_H
 #define TL_FPENV_H
 

@@ -1,8 +1,10 @@
 /* SPDX-License-Identifier: MIT */
 /* kv_envelope.c: blocks as bytes that another pool, process or machine can take in.
  *
- * Words. envelope: header, records, checksum. record: one block: hash, fill, payload. payload: its K and V,
- * [n_layers][2][n_kv_heads][b] [head_dim] f16. The layout stands in kv_pool.h at tl_kv_export. Import believes nothing:
+ * Words. envelope: header, records, checksum. record: one block: hash, fill, payload. payload: its
+ * K and V,
+ * [n_layers][2][n_kv_heads][b] [head_dim] f16. The layout stands in kv_pool.h at tl_kv_export.
+ * Import believes nothing:
  * it checks everything, then it takes. */
 #include <string.h>
 
@@ -16,7 +18,8 @@
 
 #define CRC_BYTES 4u
 #define SMALLEST (TL_KV_ENVELOPE_HEADER + CRC_BYTES) /* an envelope of no blocks */
-#define LARGE ((size_t)16 << 20) /* bytes of an envelope from which payloads are copied past the caches */
+/* bytes of an envelope from which payloads are copied past the caches */
+#define LARGE ((size_t)16 << 20)
 
 static uint16_t load16(const unsigned char *p)
 {
@@ -52,8 +55,8 @@ static unsigned char *store(unsigned char *p, uint64_t value, size_t n)
 static bool envelope_bytes(const tl_kv_pool *kv, uint32_t n, size_t *out)
 {
     size_t record, records;
-    return tl_add_size(kv->block_bytes, TL_KV_RECORD_HEADER, &record) && tl_mul_size(record, n, &records) &&
-           tl_add_size(records, SMALLEST, out);
+    return tl_add_size(kv->block_bytes, TL_KV_RECORD_HEADER, &record) &&
+           tl_mul_size(record, n, &records) && tl_add_size(records, SMALLEST, out);
 }
 
 size_t tl_kv_export_bytes(const tl_kv_pool *kv, uint32_t n)
@@ -63,17 +66,20 @@ size_t tl_kv_export_bytes(const tl_kv_pool *kv, uint32_t n)
     if (!kv)
         (void)tl_fail(TL_EINVAL, fn, "the pool is NULL");
     else if (!envelope_bytes(kv, n, &bytes))
-        (void)tl_fail(TL_EINVAL, fn, "%u blocks of %zu bytes pass the address space", n, kv->block_bytes);
+        (void)tl_fail(TL_EINVAL, fn, "%u blocks of %zu bytes pass the address space", n,
+                      kv->block_bytes);
     else
         return bytes;
     return 0;
 }
 
-static tl_status check_exportable(const char *fn, const tl_kv_pool *kv, const uint32_t *ids, uint32_t n)
+static tl_status check_exportable(const char *fn, const tl_kv_pool *kv, const uint32_t *ids,
+                                  uint32_t n)
 {
     for (uint32_t i = 0; i < n; i++) {
         if (ids[i] >= kv->cfg.n_blocks)
-            return tl_fail(TL_EINVAL, fn, "ids[%u] = %u is out of range: the pool has %u", i, ids[i], kv->cfg.n_blocks);
+            return tl_fail(TL_EINVAL, fn, "ids[%u] = %u is out of range: the pool has %u", i,
+                           ids[i], kv->cfg.n_blocks);
         if (kv_refs(kv, ids[i]) == 0)
             return tl_fail(TL_EINVAL, fn, "ids[%u] = %u is not used", i, ids[i]);
         if (kv->block[ids[i]].fill == 0)
@@ -94,10 +100,12 @@ static unsigned char *put_header(unsigned char *p, const tl_kv_cfg *cfg, uint32_
     return store(p, cfg->head_dim, 4);
 }
 
-/* The K and V of a block that is not full: of each run of block_tokens positions the first `fill`, then zeros. */
+/* The K and V of a block that is not full: of each run of block_tokens positions the first `fill`,
+ * then zeros. */
 static uint32_t put_part(unsigned char *p, const tl_kv_pool *kv, uint32_t id, uint32_t crc)
 {
-    const size_t row = (size_t)kv->cfg.head_dim * sizeof(uint16_t), run = row * kv->cfg.block_tokens;
+    const size_t row = (size_t)kv->cfg.head_dim * sizeof(uint16_t),
+                 run = row * kv->cfg.block_tokens;
     const size_t kept = row * kv->block[id].fill;
     const unsigned char *from = kv_slab(kv, id, 0, false), *end = from + kv->block_bytes;
     for (; from < end; from += run, p += run) {
@@ -108,7 +116,8 @@ static uint32_t put_part(unsigned char *p, const tl_kv_pool *kv, uint32_t id, ui
     return crc;
 }
 
-static uint32_t put_record(unsigned char *p, const tl_kv_pool *kv, uint32_t id, uint32_t crc, bool large)
+static uint32_t put_record(unsigned char *p, const tl_kv_pool *kv, uint32_t id, uint32_t crc,
+                           bool large)
 {
     unsigned char *payload = store(store(p, kv->block[id].hash, 8), kv->block[id].fill, 4);
     crc = tl_crc32c(p, TL_KV_RECORD_HEADER, crc);
@@ -117,7 +126,8 @@ static uint32_t put_record(unsigned char *p, const tl_kv_pool *kv, uint32_t id, 
     return tl_crc32c_copy(payload, kv_slab(kv, id, 0, false), kv->block_bytes, crc, large);
 }
 
-static void put_envelope(unsigned char *p, size_t bytes, const tl_kv_pool *kv, const uint32_t *ids, uint32_t n)
+static void put_envelope(unsigned char *p, size_t bytes, const tl_kv_pool *kv, const uint32_t *ids,
+                         uint32_t n)
 {
     const bool large = bytes >= LARGE;
     unsigned char *record = put_header(p, &kv->cfg, n);
@@ -129,14 +139,19 @@ static void put_envelope(unsigned char *p, size_t bytes, const tl_kv_pool *kv, c
         tl_copies_done();
 }
 
-tl_status tl_kv_export(const tl_kv_pool *kv, const uint32_t *ids, uint32_t n, void *buf, size_t cap, size_t *written)
+tl_status tl_kv_export(const tl_kv_pool *kv, const uint32_t *ids, uint32_t n, void *buf, size_t cap,
+                       size_t *written)
 {
     static const char fn[] = "tl_kv_export";
     size_t bytes;
     if (!kv || !written || (!ids && n > 0))
-        return tl_fail(TL_EINVAL, fn, "%s is NULL", !kv ? "the pool" : !written ? "written" : "ids");
+        return tl_fail(TL_EINVAL, fn, "%s is NULL",
+                       !kv        ? "the pool"
+                       : !written ? "written"
+                                  : "ids");
     if (!envelope_bytes(kv, n, &bytes))
-        return tl_fail(TL_EINVAL, fn, "%u blocks of %zu bytes pass the address space", n, kv->block_bytes);
+        return tl_fail(TL_EINVAL, fn, "%u blocks of %zu bytes pass the address space", n,
+                       kv->block_bytes);
     TL_TRY(check_exportable(fn, kv, ids, n));
     if (cap < bytes) {
         *written = bytes;
@@ -158,11 +173,13 @@ struct envelope {
     const unsigned char *records;
 };
 
-/* Measures a record by the header's own dimensions, which may be anything; whether n_blocks of them fill exactly `room`
- * bytes. A product that wraps is no size, even where a later 0 would hide it. */
+/* Measures a record by the header's own dimensions, which may be anything; whether n_blocks of them
+ * fill exactly `room` bytes. A product that wraps is no size, even where a later 0 would hide
+ * it. */
 static bool records_fill(struct envelope *e, uint64_t room)
 {
-    const uint32_t dims[] = {e->cfg.block_tokens, e->cfg.n_layers, e->cfg.n_kv_heads, e->cfg.head_dim};
+    const uint32_t dims[] = {e->cfg.block_tokens, e->cfg.n_layers, e->cfg.n_kv_heads,
+                             e->cfg.head_dim};
     uint64_t payload = 2 * sizeof(uint16_t), total;
     bool wraps = false;
     for (int i = 0; i < 4; i++)
@@ -188,10 +205,12 @@ static struct envelope read_header(const unsigned char *p)
 static tl_status check_seal(const char *fn, const unsigned char *p, size_t len, struct envelope *e)
 {
     if (!records_fill(e, len - SMALLEST))
-        return tl_fail(TL_EFORMAT, fn, "%zu bytes are not an envelope of %u blocks [%u,2,%u,%u,%u]", len,
-                       e->cfg.n_blocks, e->cfg.n_layers, e->cfg.n_kv_heads, e->cfg.block_tokens, e->cfg.head_dim);
+        return tl_fail(TL_EFORMAT, fn, "%zu bytes are not an envelope of %u blocks [%u,2,%u,%u,%u]",
+                       len, e->cfg.n_blocks, e->cfg.n_layers, e->cfg.n_kv_heads,
+                       e->cfg.block_tokens, e->cfg.head_dim);
     if (memcmp(p, TL_KV_MAGIC, 4) != 0)
-        return tl_fail(TL_EFORMAT, fn, "magic %02x %02x %02x %02x is not " TL_KV_MAGIC, p[0], p[1], p[2], p[3]);
+        return tl_fail(TL_EFORMAT, fn, "magic %02x %02x %02x %02x is not " TL_KV_MAGIC, p[0], p[1],
+                       p[2], p[3]);
     const uint32_t crc = tl_crc32c(p, len - CRC_BYTES, 0), stored = load32(p + len - CRC_BYTES);
     if (crc != stored)
         return tl_fail(TL_EFORMAT, fn, "checksum 0x%08X stored, 0x%08X found", stored, crc);
@@ -205,10 +224,11 @@ static tl_status check_records(const char *fn, const struct envelope *e)
         const unsigned long long hash = load64(p);
         const uint32_t fill = load32(p + 8);
         if (fill < 1 || fill > e->cfg.block_tokens)
-            return tl_fail(TL_EFORMAT, fn, "record %u has fill %u, outside 1 .. %u", i, fill, e->cfg.block_tokens);
-        if (hash != 0 && fill != e->cfg.block_tokens)
-            return tl_fail(TL_EFORMAT, fn, "record %u has hash 0x%016llx and only %u of %u tokens", i, hash, fill,
+            return tl_fail(TL_EFORMAT, fn, "record %u has fill %u, outside 1 .. %u", i, fill,
                            e->cfg.block_tokens);
+        if (hash != 0 && fill != e->cfg.block_tokens)
+            return tl_fail(TL_EFORMAT, fn, "record %u has hash 0x%016llx and only %u of %u tokens",
+                           i, hash, fill, e->cfg.block_tokens);
     }
     return TL_OK;
 }
@@ -224,26 +244,29 @@ static tl_status check_shape(const char *fn, const tl_kv_cfg *want, const tl_kv_
                 {"head_dim", want->head_dim, got->head_dim}};
     for (size_t i = 0; i < sizeof dims / sizeof dims[0]; i++)
         if (dims[i].got != dims[i].want)
-            return tl_fail(TL_ESHAPE, fn, "%s is %u in the envelope and %u in the pool", dims[i].name, dims[i].got,
-                           dims[i].want);
+            return tl_fail(TL_ESHAPE, fn, "%s is %u in the envelope and %u in the pool",
+                           dims[i].name, dims[i].got, dims[i].want);
     return TL_OK;
 }
 
 static tl_status check_contents(const char *fn, const tl_kv_pool *kv, const struct envelope *e)
 {
     if (e->version != TL_KV_ENVELOPE_VERSION)
-        return tl_fail(TL_EFORMAT, fn, "version %u; this build reads %u", e->version, TL_KV_ENVELOPE_VERSION);
+        return tl_fail(TL_EFORMAT, fn, "version %u; this build reads %u", e->version,
+                       TL_KV_ENVELOPE_VERSION);
     if (e->dtype != (uint32_t)kv->cfg.dtype)
-        return tl_fail(TL_EFORMAT, fn, "dtype is %u in the envelope and %d in the pool", e->dtype, kv->cfg.dtype);
+        return tl_fail(TL_EFORMAT, fn, "dtype is %u in the envelope and %d in the pool", e->dtype,
+                       kv->cfg.dtype);
     TL_TRY(check_records(fn, e));
     TL_TRY(check_shape(fn, &kv->cfg, &e->cfg));
     if (e->cfg.n_blocks > kv_available(kv))
-        return tl_fail(TL_EFULL, fn, "%u blocks in the envelope, %u free or cached of %u", e->cfg.n_blocks,
-                       kv_available(kv), kv->cfg.n_blocks);
+        return tl_fail(TL_EFULL, fn, "%u blocks in the envelope, %u free or cached of %u",
+                       e->cfg.n_blocks, kv_available(kv), kv->cfg.n_blocks);
     return TL_OK;
 }
 
-/* All space is taken before the first hash is looked up: evicting may remove the one that held it. */
+/* All space is taken before the first hash is looked up: evicting may remove the one that held
+ * it. */
 static void take_in(tl_kv_pool *kv, const struct envelope *e, size_t len, uint32_t *ids_out)
 {
     const bool large = len >= LARGE;
@@ -270,7 +293,8 @@ tl_status tl_kv_import(tl_kv_pool *kv, const void *buf, size_t len, uint32_t *id
         return tl_fail(TL_EFORMAT, fn, "%zu bytes; the smallest envelope has %u", len, SMALLEST);
     struct envelope e = read_header(buf);
     if (!ids_out && e.cfg.n_blocks > 0)
-        return tl_fail(TL_EINVAL, fn, "ids_out is NULL with %u blocks in the envelope", e.cfg.n_blocks);
+        return tl_fail(TL_EINVAL, fn, "ids_out is NULL with %u blocks in the envelope",
+                       e.cfg.n_blocks);
     TL_TRY(check_seal(fn, buf, len, &e));
     TL_TRY(check_contents(fn, kv, &e));
     take_in(kv, &e, len, ids_out);

@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: MIT */
-/* kv_inner.h: the block pool as the library's own code sees it: its state, and questions that leave the error slot
- * alone.
+/* kv_inner.h: the block pool as the library's own code sees it: its state, and questions that leave
+ * the error slot alone.
  *
- * Every block has one 32-byte record, and records come into use in rising order: blocks n_touched and up were never
- * handed out, are free, and their records are not initialised. So creating a pool writes neither block memory nor
- * records.
+ * Every block has one 32-byte record, and records come into use in rising order: blocks n_touched
+ * and up were never handed out, are free, and their records are not initialised. So creating a pool
+ * writes neither block memory nor records.
  *
- * The index is a hash table by linear hashing: it has as many buckets as touched blocks (at least one), bucket i's head
- * stands in record i, and each newly touched block splits one older bucket. It is never fuller than one entry a bucket,
- * never rehashed and never holds tombstones. */
+ * The index is a hash table by linear hashing: it has as many buckets as touched blocks (at least
+ * one), bucket i's head stands in record i, and each newly touched block splits one older bucket.
+ * It is never fuller than one entry a bucket, never rehashed and never holds tombstones. */
 #ifndef TL_KV_INNER_H
 #define TL_KV_INNER_H
 
@@ -24,7 +24,9 @@ struct kv_block {
     uint32_t refs;   /* 0: free or cached */
     uint32_t fill;   /* positions that hold data; 0 while free */
     uint32_t next;   /* free: the next free block; cached: the one used next after this */
-    uint32_t prev;   /* cached: the one used last before this; used: a table entry that named it, see tl_kv_append_f32 */
+    /* cached: the one used last before this; used: a table entry that named it, see
+     * tl_kv_append_f32 */
+    uint32_t prev;
     uint32_t chain;  /* registered: the next block in the same bucket */
     uint32_t bucket; /* of bucket number <this block's id>: its first block */
 };
@@ -35,7 +37,8 @@ struct tl_kv_pool {
     size_t block_bytes;
     unsigned char *data; /* [n_blocks] of block_bytes */
     tl_allocator data_owner, self_owner;
-    uint32_t n_touched, bucket_mask; /* bucket_mask: the smallest 2^i - 1 that covers every bucket number */
+    /* bucket_mask: the smallest 2^i - 1 that covers every bucket number */
+    uint32_t n_touched, bucket_mask;
     uint32_t n_used, n_cached, n_evictions;
     uint32_t free_head;      /* touched free blocks, last freed first */
     uint32_t oldest, newest; /* cached blocks, by when they were last used */
@@ -48,7 +51,8 @@ static inline uint32_t kv_refs(const tl_kv_pool *kv, uint32_t id)
     return id < kv->n_touched ? kv->block[id].refs : 0;
 }
 
-/* Whether a used block may be written in place: its one holder is the writer, and no hash vouches for its contents. */
+/* Whether a used block may be written in place: its one holder is the writer, and no hash vouches
+ * for its contents. */
 static inline bool kv_writable(const tl_kv_pool *kv, uint32_t id)
 {
     return kv->block[id].refs == 1 && kv->block[id].hash == 0;
@@ -66,11 +70,12 @@ static inline uint32_t kv_available(const tl_kv_pool *kv)
     return kv->cfg.n_blocks - kv->n_used;
 }
 
-/* Takes one block with one reference and fill 0, evicting where nothing is free. kv_available() > 0. */
+/* Takes one block with one reference and fill 0, evicting where nothing is free. kv_available() >
+ * 0. */
 uint32_t tl_kv_take(tl_kv_pool *kv);
 
-/* Enters a used, full, unregistered block under a non-zero hash, unless another block holds it: then that one's id,
- * else `id`. */
+/* Enters a used, full, unregistered block under a non-zero hash, unless another block holds it:
+ * then that one's id, else `id`. */
 uint32_t tl_kv_index_enter(tl_kv_pool *kv, uint32_t id, uint64_t hash);
 
 /* TL_EINVAL in fn's name for a NULL pool, an id out of range or a block that is not used. */

@@ -1,14 +1,17 @@
 /* SPDX-License-Identifier: MIT */
-/* kv_pool.c: the KV block pool: taking, sharing and giving back blocks, and the index of full ones by hash.
+/* kv_pool.c: the KV block pool: taking, sharing and giving back blocks, and the index of full ones
+ * by hash.
  *
- * Words. touched: handed out at least once. index: registered blocks by hash. oldest, newest: the ends of the list of
- * cached blocks in order of last use. kv_inner.h explains the structures; kv_envelope.c holds export and import. */
+ * Words. touched: handed out at least once. index: registered blocks by hash. oldest, newest: the
+ * ends of the list of cached blocks in order of last use. kv_inner.h explains the structures;
+ * kv_envelope.c holds export and import. */
 #include <string.h>
 
 #include "runtime/fail.h"
 #include "runtime/kv_inner.h"
 
-#define LARGE_DATA ((size_t)2 << 20) /* bytes from which block memory starts on a boundary of this size: a huge page */
+/* bytes from which block memory starts on a boundary of this size: a huge page */
+#define LARGE_DATA ((size_t)2 << 20)
 
 _Static_assert(sizeof(struct kv_block) == 32, "a block's record grew");
 _Static_assert(sizeof(tl_kv_cfg) == 28 && sizeof(tl_kv_stats) == 16, "layouts are ABI");
@@ -17,13 +20,15 @@ _Static_assert(sizeof(tl_kv_cfg) == 28 && sizeof(tl_kv_stats) == 16, "layouts ar
 
 static uint32_t bucket_of(const tl_kv_pool *kv, uint64_t hash)
 {
-    /* Fibonacci hashing: 2^64 over the golden ratio spreads hashes that differ in any few bits over the upper half. */
+    /* Fibonacci hashing: 2^64 over the golden ratio spreads hashes that differ in any few bits over
+     * the upper half. */
     const uint32_t mixed = (uint32_t)(((hash ^ hash >> 32) * 0x9E3779B97F4A7C15u) >> 32);
     const uint32_t bucket = mixed & kv->bucket_mask;
     return bucket < kv->n_touched ? bucket : bucket & kv->bucket_mask >> 1;
 }
 
-/* Where the id of the block with that hash stands, or the KV_NONE at the end of the chain it would be in. */
+/* Where the id of the block with that hash stands, or the KV_NONE at the end of the chain it would
+ * be in. */
 static uint32_t *index_link(tl_kv_pool *kv, uint64_t hash)
 {
     uint32_t *link = &kv->block[bucket_of(kv, hash)].bucket;
@@ -75,7 +80,8 @@ static uint32_t touch_next(tl_kv_pool *kv)
     const uint32_t id = kv->n_touched++;
     if (id > kv->bucket_mask)
         kv->bucket_mask = kv->bucket_mask * 2 + 1;
-    kv->block[id] = (struct kv_block){.next = KV_NONE, .prev = KV_NONE, .chain = KV_NONE, .bucket = KV_NONE};
+    kv->block[id] =
+        (struct kv_block){.next = KV_NONE, .prev = KV_NONE, .chain = KV_NONE, .bucket = KV_NONE};
     if (id > 0)
         split_bucket(kv, id & kv->bucket_mask >> 1, id);
     return id;
@@ -152,9 +158,11 @@ static tl_status check_cfg(const char *fn, const tl_kv_cfg *cfg)
         if (dims[i].value == 0)
             return tl_fail(TL_EINVAL, fn, "%s is 0", dims[i].name);
     if (cfg->format != TL_KV_FORMAT_V1)
-        return tl_fail(TL_EUNSUPPORTED, fn, "format %u; this build knows %u", cfg->format, TL_KV_FORMAT_V1);
+        return tl_fail(TL_EUNSUPPORTED, fn, "format %u; this build knows %u", cfg->format,
+                       TL_KV_FORMAT_V1);
     if (cfg->dtype != TL_F16)
-        return tl_fail(TL_EUNSUPPORTED, fn, "dtype %d; format %u is f16 (%d)", cfg->dtype, cfg->format, TL_F16);
+        return tl_fail(TL_EUNSUPPORTED, fn, "dtype %d; format %u is f16 (%d)", cfg->dtype,
+                       cfg->format, TL_F16);
     return TL_OK;
 }
 
@@ -167,23 +175,29 @@ static bool measure(const tl_kv_cfg *cfg, struct sizes *out)
 {
     size_t records;
     return tl_mul_size(cfg->n_kv_heads, cfg->block_tokens, &out->slab) &&
-           tl_mul_size(out->slab, cfg->head_dim, &out->slab) && tl_mul_size(out->slab, sizeof(uint16_t), &out->slab) &&
-           tl_mul_size(out->slab, cfg->n_layers, &out->block) && tl_mul_size(out->block, 2, &out->block) &&
+           tl_mul_size(out->slab, cfg->head_dim, &out->slab) &&
+           tl_mul_size(out->slab, sizeof(uint16_t), &out->slab) &&
+           tl_mul_size(out->slab, cfg->n_layers, &out->block) &&
+           tl_mul_size(out->block, 2, &out->block) &&
            tl_mul_size(out->block, cfg->n_blocks, &out->data) && out->data <= PTRDIFF_MAX &&
            tl_mul_size(cfg->n_blocks, sizeof(struct kv_block), &records) &&
            tl_add_size(records, sizeof(tl_kv_pool), &out->self) && out->self <= PTRDIFF_MAX;
 }
 
-static tl_status new_pool(const char *fn, const tl_kv_cfg *cfg, const struct sizes *size, tl_kv_pool **out)
+static tl_status new_pool(const char *fn, const tl_kv_cfg *cfg, const struct sizes *size,
+                          tl_kv_pool **out)
 {
     tl_allocator self_owner, data_owner;
     tl_kv_pool *kv = tl_owned_alloc(size->self, TL_KV_ALIGN, &self_owner);
     if (!kv)
-        return tl_fail(TL_ENOMEM, fn, "no %zu bytes for the records of %u blocks", size->self, cfg->n_blocks);
-    void *data = tl_owned_alloc(size->data, size->data >= LARGE_DATA ? LARGE_DATA : TL_KV_ALIGN, &data_owner);
+        return tl_fail(TL_ENOMEM, fn, "no %zu bytes for the records of %u blocks", size->self,
+                       cfg->n_blocks);
+    void *data = tl_owned_alloc(size->data, size->data >= LARGE_DATA ? LARGE_DATA : TL_KV_ALIGN,
+                                &data_owner);
     if (!data) {
         tl_owned_free(&self_owner, kv);
-        return tl_fail(TL_ENOMEM, fn, "no %zu bytes for %u blocks of %zu", size->data, cfg->n_blocks, size->block);
+        return tl_fail(TL_ENOMEM, fn, "no %zu bytes for %u blocks of %zu", size->data,
+                       cfg->n_blocks, size->block);
     }
     *kv = (tl_kv_pool){.cfg = *cfg,
                        .slab_bytes = size->slab,
@@ -210,9 +224,10 @@ tl_status tl_kv_pool_create(const tl_kv_cfg *cfg, tl_kv_pool **out)
         return tl_fail(TL_EINVAL, fn, "cfg is NULL");
     TL_TRY(check_cfg(fn, cfg));
     if (!measure(cfg, &size))
-        return tl_fail(TL_EINVAL, fn,
-                       "%u blocks of %u tokens, %u layers, %u KV heads, head_dim %u pass the address space",
-                       cfg->n_blocks, cfg->block_tokens, cfg->n_layers, cfg->n_kv_heads, cfg->head_dim);
+        return tl_fail(
+            TL_EINVAL, fn,
+            "%u blocks of %u tokens, %u layers, %u KV heads, head_dim %u pass the address space",
+            cfg->n_blocks, cfg->block_tokens, cfg->n_layers, cfg->n_kv_heads, cfg->head_dim);
     return new_pool(fn, cfg, &size, out);
 }
 
@@ -232,7 +247,8 @@ static tl_status check_id(const char *fn, const tl_kv_pool *kv, uint32_t id)
     if (!kv)
         return tl_fail(TL_EINVAL, fn, "the pool is NULL");
     if (id >= kv->cfg.n_blocks)
-        return tl_fail(TL_EINVAL, fn, "block %u is out of range: the pool has %u", id, kv->cfg.n_blocks);
+        return tl_fail(TL_EINVAL, fn, "block %u is out of range: the pool has %u", id,
+                       kv->cfg.n_blocks);
     return TL_OK;
 }
 
@@ -265,7 +281,8 @@ void tl_kv_ref(tl_kv_pool *kv, uint32_t id)
     if (tl_kv_check_used(fn, kv, id) != TL_OK)
         return;
     if (kv->block[id].refs == TL_KV_MAX_REFS)
-        (void)tl_fail(TL_EFULL, fn, "block %u has %u references, the most there can be", id, TL_KV_MAX_REFS);
+        (void)tl_fail(TL_EFULL, fn, "block %u has %u references, the most there can be", id,
+                      TL_KV_MAX_REFS);
     else
         kv->block[id].refs++;
 }
@@ -294,9 +311,10 @@ tl_status tl_kv_cow(tl_kv_pool *kv, uint32_t id, uint32_t *out)
         return TL_OK;
     }
     if (kv_available(kv) == 0)
-        return tl_fail(TL_EFULL, fn, "no block for a copy of block %u: all %u are used", id, kv->cfg.n_blocks);
-    /* `id` is used, so it is not among those that can be evicted. The whole block moves: layers may hold more than the
-     * fill. */
+        return tl_fail(TL_EFULL, fn, "no block for a copy of block %u: all %u are used", id,
+                       kv->cfg.n_blocks);
+    /* `id` is used, so it is not among those that can be evicted. The whole block moves: layers may
+     * hold more than the fill. */
     const uint32_t copy = tl_kv_take(kv);
     memcpy(kv_slab(kv, copy, 0, false), kv_slab(kv, id, 0, false), kv->block_bytes);
     kv->block[copy].fill = kv->block[id].fill;
@@ -311,7 +329,8 @@ static tl_status check_fill_may_change(const char *fn, const tl_kv_pool *kv, uin
 {
     TL_TRY(tl_kv_check_used(fn, kv, id));
     if (kv->block[id].hash != 0)
-        return tl_fail(TL_EINVAL, fn, "block %u is registered, its fill stays %u", id, kv->block[id].fill);
+        return tl_fail(TL_EINVAL, fn, "block %u is registered, its fill stays %u", id,
+                       kv->block[id].fill);
     return TL_OK;
 }
 
@@ -326,15 +345,16 @@ tl_status tl_kv_set_fill(tl_kv_pool *kv, uint32_t id, uint32_t n_tokens)
     return TL_OK;
 }
 
-tl_status tl_kv_set_length(tl_kv_pool *kv, const uint32_t *block_table, int32_t n_table, int64_t first, int64_t length)
+tl_status tl_kv_set_length(tl_kv_pool *kv, const uint32_t *block_table, int32_t n_table,
+                           int64_t first, int64_t length)
 {
     static const char fn[] = "tl_kv_set_length";
     if (!kv || (!block_table && n_table > 0))
         return tl_fail(TL_EINVAL, fn, "%s is NULL", kv ? "block_table" : "the pool");
     const int64_t b = kv->cfg.block_tokens;
     if (n_table < 0 || first < 0 || length < first || length > n_table * b)
-        return tl_fail(TL_EINVAL, fn, "positions %lld to %lld: the table has %d blocks of %lld", (long long)first, (long long)length,
-                       (int)n_table, (long long)b);
+        return tl_fail(TL_EINVAL, fn, "positions %lld to %lld: the table has %d blocks of %lld",
+                       (long long)first, (long long)length, (int)n_table, (long long)b);
     const int64_t from = first / b, end = first < length ? (length - 1) / b + 1 : from;
     for (int64_t i = from; i < end; i++)
         TL_TRY(check_fill_may_change(fn, kv, block_table[i]));
@@ -377,8 +397,8 @@ tl_status tl_kv_register(tl_kv_pool *kv, uint32_t id, uint64_t hash)
     TL_TRY(tl_kv_check_used(fn, kv, id));
     const struct kv_block *block = &kv->block[id];
     if (block->fill != kv->cfg.block_tokens)
-        return tl_fail(TL_EINVAL, fn, "block %u holds %u tokens of %u; only a full one has a name", id, block->fill,
-                       kv->cfg.block_tokens);
+        return tl_fail(TL_EINVAL, fn, "block %u holds %u tokens of %u; only a full one has a name",
+                       id, block->fill, kv->cfg.block_tokens);
     if (hash == 0)
         return tl_fail(TL_EINVAL, fn, "hash 0 for block %u", id);
     if (block->hash == hash)
@@ -388,7 +408,8 @@ tl_status tl_kv_register(tl_kv_pool *kv, uint32_t id, uint64_t hash)
                        (unsigned long long)block->hash, shown);
     const uint32_t holder = tl_kv_index_enter(kv, id, hash);
     if (holder != id)
-        return tl_fail(TL_EBUSY, fn, "hash 0x%016llx wanted for block %u belongs to block %u", shown, id, holder);
+        return tl_fail(TL_EBUSY, fn, "hash 0x%016llx wanted for block %u belongs to block %u",
+                       shown, id, holder);
     return TL_OK;
 }
 
@@ -402,7 +423,8 @@ tl_status tl_kv_lookup(tl_kv_pool *kv, uint64_t hash, uint32_t *id)
         return TL_ENOTFOUND;
     struct kv_block *block = &kv->block[found];
     if (block->refs == TL_KV_MAX_REFS)
-        return tl_fail(TL_EFULL, fn, "block %u has %u references, the most there can be", found, TL_KV_MAX_REFS);
+        return tl_fail(TL_EFULL, fn, "block %u has %u references, the most there can be", found,
+                       TL_KV_MAX_REFS);
     if (block->refs++ == 0) {
         cached_remove(kv, found);
         kv->n_used++;
@@ -452,7 +474,8 @@ tl_status tl_kv_blocks_get(const tl_kv_pool *kv, uint32_t first, uint32_t n, tl_
                        (unsigned long long)first + n, kv->cfg.n_blocks);
     for (uint32_t i = 0; i < n; i++) {
         const struct kv_block *block = &kv->block[first + i];
-        out[i] = first + i < kv->n_touched ? (tl_kv_block){block->hash, block->refs, block->fill} : (tl_kv_block){0, 0, 0};
+        out[i] = first + i < kv->n_touched ? (tl_kv_block){block->hash, block->refs, block->fill}
+                                           : (tl_kv_block){0, 0, 0};
     }
     return TL_OK;
 }
@@ -462,5 +485,6 @@ void tl_kv_stats_get(const tl_kv_pool *kv, tl_kv_stats *out)
     if (!kv || !out)
         (void)tl_fail(TL_EINVAL, "tl_kv_stats_get", "%s is NULL", kv ? "out" : "the pool");
     else
-        *out = (tl_kv_stats){kv_available(kv) - kv->n_cached, kv->n_used, kv->n_cached, kv->n_evictions};
+        *out = (tl_kv_stats){kv_available(kv) - kv->n_cached, kv->n_used, kv->n_cached,
+                             kv->n_evictions};
 }

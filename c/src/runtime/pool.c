@@ -1,13 +1,14 @@
 /* SPDX-License-Identifier: MIT */
 /* pool.c: fixed workers and one blocking parallel for.
  *
- * Words: a job is one tl_parallel_for; its ranges are claimed by number from a shared counter. The turn belongs to the
- * thread whose job the pool runs. The gate is one word that says which job is on, whether workers may still enter it,
- * and how many are inside. A frame says that the thread is inside a range of some pool.
+ * Words: a job is one tl_parallel_for; its ranges are claimed by number from a shared counter. The
+ * turn belongs to the thread whose job the pool runs. The gate is one word that says which job is
+ * on, whether workers may still enter it, and how many are inside. A frame says that the thread is
+ * inside a range of some pool.
  *
- * A job never needs a worker: the caller opens the gate, claims ranges like everybody, and closes the gate when none
- * are left. It then waits only for the workers that are inside, so a worker that wakes late finds a closed gate and
- * costs nobody anything. */
+ * A job never needs a worker: the caller opens the gate, claims ranges like everybody, and closes
+ * the gate when none are left. It then waits only for the workers that are inside, so a worker that
+ * wakes late finds a closed gate and costs nobody anything. */
 #include <assert.h>
 #include <pthread.h>
 #include <sched.h>
@@ -25,8 +26,8 @@
 
 #define CACHE_LINE 64
 
-/* Waking a sleeping thread costs some 50 us; a wait that may be shorter spins this long first. A pool with more threads
- * than CPUs does not spin: it would keep the awaited thread from running. */
+/* Waking a sleeping thread costs some 50 us; a wait that may be shorter spins this long first. A
+ * pool with more threads than CPUs does not spin: it would keep the awaited thread from running. */
 #define SPIN_NS INT64_C(100000)
 #define SPIN_POLLS_PER_CLOCK 32
 
@@ -39,8 +40,8 @@
 
 static_assert(TL_POOL_MAX_THREADS < GATE_INSIDE, "the gate counts every worker");
 
-/* One per pool that the thread is inside of, innermost first. The frames of a job's caller are read by the workers
- * inside the job too, so a way back into a pool is noticed on every thread. */
+/* One per pool that the thread is inside of, innermost first. The frames of a job's caller are read
+ * by the workers inside the job too, so a way back into a pool is noticed on every thread. */
 struct frame {
     const tl_pool *pool;
     const struct frame *outer;
@@ -52,7 +53,8 @@ struct job {
     tl_range_fn fn;
     void *ctx;
     int64_t n, grain;
-    uint64_t n_ranges;         /* at most INT64_MAX: each thread may push the counter one past it, nothing wraps */
+    /* at most INT64_MAX: each thread may push the counter one past it, nothing wraps */
+    uint64_t n_ranges;
     const struct frame *outer; /* where its caller already was */
 };
 
@@ -63,34 +65,40 @@ struct worker {
 };
 
 struct tl_pool {
-    /* Written by tl_pool_create before the first worker starts, constant from then on (n_started: until it returns). */
+    /* Written by tl_pool_create before the first worker starts, constant from then on (n_started:
+     * until it returns). */
     tl_allocator owner;
     int n_threads, n_started;
     int64_t spin_ns;
     uint64_t birth; /* fork_count of the process the workers live in */
 
-    pthread_mutex_t lock; /* in that process only; a forked child touches neither it nor the conditions */
-    pthread_cond_t turn;  /* a turn has ended: awaited by callers, and by destroy for the last of them */
+    /* in that process only; a forked child touches neither it nor the conditions */
+    pthread_mutex_t lock;
+    /* a turn has ended: awaited by callers, and by destroy for the last of them */
+    pthread_cond_t turn;
     pthread_cond_t work;  /* the gate has opened or says stop: awaited by idle workers */
-    pthread_cond_t done;  /* the last worker has left a closed gate: awaited by the thread that has the turn */
+    /* the last worker has left a closed gate: awaited by the thread that has the turn */
+    pthread_cond_t done;
     int callers;          /* inside tl_parallel_for, waiting ones included. Under lock. */
     bool taken;           /* the turn. Under lock. */
 
-    /* Written by the thread that has the turn, while the gate is closed and nobody inside; read by those inside. */
+    /* Written by the thread that has the turn, while the gate is closed and nobody inside; read by
+     * those inside. */
     struct job job;
 
-    /* The thread that has the turn opens and closes it, workers count themselves in (only while it is open) and out,
-     * destroy sets GATE_STOP. Whoever waits for a change announces it first (sleepers, caller_sleeps) and looks once
-     * more before it sleeps; whoever makes one looks for announcements after it. All of that is sequentially
-     * consistent, so one sees the other. */
+    /* The thread that has the turn opens and closes it, workers count themselves in (only while it
+     * is open) and out, destroy sets GATE_STOP. Whoever waits for a change announces it first
+     * (sleepers, caller_sleeps) and looks once more before it sleeps; whoever makes one looks for
+     * announcements after it. All of that is sequentially consistent, so one sees the other. */
     alignas(CACHE_LINE) _Atomic uint64_t gate;
     _Atomic int sleepers;       /* workers in or near a wait for `work`. Written under lock. */
-    _Atomic bool caller_sleeps; /* the turn's thread is in or near a wait for `done`. Written under lock. */
+    /* the turn's thread is in or near a wait for `done`. Written under lock. */
+    _Atomic bool caller_sleeps;
 
     alignas(CACHE_LINE) _Atomic uint64_t next_range; /* reset with `job`; each claim adds one */
 
-    /* In a forked child: fork_count of the process one of whose threads is using the pool, 0 for none. A value from
-     * another process is a leftover. */
+    /* In a forked child: fork_count of the process one of whose threads is using the pool, 0 for
+     * none. A value from another process is a leftover. */
     alignas(CACHE_LINE) _Atomic uint64_t inherited_turn;
 
     struct worker workers[]; /* n_threads - 1 */
@@ -166,7 +174,8 @@ static bool is_inside(const tl_pool *pool)
 
 /* ---- fork: a child has the caller's thread and none of the workers ---- */
 
-static _Atomic uint64_t fork_count; /* 0 in the process that made the first pool, one more in each child of the line */
+/* 0 in the process that made the first pool, one more in each child of the line */
+static _Atomic uint64_t fork_count;
 static pthread_once_t fork_once = PTHREAD_ONCE_INIT;
 static int fork_watch_error;
 
@@ -185,8 +194,9 @@ static bool is_inherited(const tl_pool *pool)
     return pool->birth != atomic_load_explicit(&fork_count, memory_order_relaxed);
 }
 
-/* The lock may have been held at the fork by a thread that is not here, so the turn of an inherited pool is a word of
- * its own. It is contended only if the child starts threads that share the pool; they poll. */
+/* The lock may have been held at the fork by a thread that is not here, so the turn of an inherited
+ * pool is a word of its own. It is contended only if the child starts threads that share the pool;
+ * they poll. */
 static void take_inherited_turn(tl_pool *pool)
 {
     const uint64_t self = atomic_load(&fork_count);
@@ -219,7 +229,8 @@ static void run_in_order(const struct job *job)
     }
 }
 
-/* Claims ranges until none are left. A worker enters the float mode before each: the last one may have left another. */
+/* Claims ranges until none are left. A worker enters the float mode before each: the last one may
+ * have left another. */
 static void run_claimed(tl_pool *pool, int number)
 {
     const struct job *job = &pool->job;
@@ -333,7 +344,8 @@ static void open_gate(tl_pool *pool, const struct job *job)
 {
     pool->job = *job;
     atomic_store_explicit(&pool->next_range, 0, memory_order_relaxed);
-    atomic_fetch_add(&pool->gate, GATE_JOB + GATE_OPEN); /* it was closed and empty, so this opens the next job */
+    /* it was closed and empty, so this opens the next job */
+    atomic_fetch_add(&pool->gate, GATE_JOB + GATE_OPEN);
     wake_workers(pool, job->n_ranges - 1);
 }
 
@@ -342,7 +354,8 @@ static bool is_empty(tl_pool *pool)
     return (atomic_load(&pool->gate) & GATE_INSIDE) == 0;
 }
 
-/* All ranges are claimed: lets nobody in any more, and waits until those inside have finished theirs. */
+/* All ranges are claimed: lets nobody in any more, and waits until those inside have finished
+ * theirs. */
 static void close_gate(tl_pool *pool)
 {
     atomic_fetch_and(&pool->gate, ~GATE_OPEN);
@@ -352,7 +365,8 @@ static void close_gate(tl_pool *pool)
             return;
     } while (spin_on(&spin));
     lock(pool);
-    /* Before the gate is looked at once more. By an exchange: emulators have been seen to let a load overtake a store here. */
+    /* Before the gate is looked at once more. By an exchange: emulators have been seen to let a
+     * load overtake a store here. */
     (void)atomic_exchange(&pool->caller_sleeps, true);
     while (!is_empty(pool))
         expect_ok(pthread_cond_wait(&pool->done, &pool->lock));
@@ -386,7 +400,8 @@ static void run_on_pool(tl_pool *pool, const struct job *job)
 tl_status tl_pool_check(const char *fn, const tl_pool *pool)
 {
     if (pool && is_inside(pool))
-        return tl_fail(TL_EBUSY, fn, "called from inside a range of the same pool of %d threads", pool->n_threads);
+        return tl_fail(TL_EBUSY, fn, "called from inside a range of the same pool of %d threads",
+                       pool->n_threads);
     return TL_OK;
 }
 
@@ -401,7 +416,8 @@ static tl_status check_job(const char *fn, int64_t n, int64_t grain, tl_range_fn
     return TL_OK;
 }
 
-tl_status tl_pool_run(const char *fn, tl_pool *pool, int64_t n, int64_t grain, tl_range_fn range, void *ctx)
+tl_status tl_pool_run(const char *fn, tl_pool *pool, int64_t n, int64_t grain, tl_range_fn range,
+                      void *ctx)
 {
     TL_TRY(check_job(fn, n, grain, range));
     TL_TRY(tl_pool_check(fn, pool));
@@ -428,7 +444,8 @@ static int usable_cpus(void)
 {
     long n = 0;
 #if defined(__linux__)
-    unsigned long mask[65536 / (8 * sizeof(unsigned long))] = {0}; /* large machines have more CPUs than cpu_set_t */
+    /* large machines have more CPUs than cpu_set_t */
+    unsigned long mask[65536 / (8 * sizeof(unsigned long))] = {0};
     if (sched_getaffinity(0, sizeof mask, (cpu_set_t *)(void *)mask) == 0)
         for (size_t i = 0; i < sizeof mask / sizeof mask[0]; i++)
             n += __builtin_popcountl(mask[i]);
@@ -438,7 +455,8 @@ static int usable_cpus(void)
     return n < 1 ? 1 : n > TL_POOL_MAX_THREADS ? TL_POOL_MAX_THREADS : (int)n;
 }
 
-/* Signals that a thread causes itself must reach it; all others belong to the threads of the program. */
+/* Signals that a thread causes itself must reach it; all others belong to the threads of the
+ * program. */
 static int block_asynchronous_signals(sigset_t *before)
 {
     static const int synchronous[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP};
@@ -521,7 +539,8 @@ static tl_pool *new_pool(int n_threads)
     return pool;
 }
 
-/* Everything of a new pool but its memory; an error number, and nothing left, where the system refuses. */
+/* Everything of a new pool but its memory; an error number, and nothing left, where the system
+ * refuses. */
 static int bring_up(tl_pool *pool)
 {
     int rc = sync_init(pool);
@@ -542,7 +561,8 @@ tl_status tl_pool_create(int n_threads, tl_pool **out)
         return tl_fail(TL_EINVAL, fn, "out is NULL");
     *out = NULL;
     if (n_threads < 0 || n_threads > TL_POOL_MAX_THREADS)
-        return tl_fail(TL_EINVAL, fn, "n_threads = %d is outside 0 .. %d", n_threads, TL_POOL_MAX_THREADS);
+        return tl_fail(TL_EINVAL, fn, "n_threads = %d is outside 0 .. %d", n_threads,
+                       TL_POOL_MAX_THREADS);
     if (n_threads == 0)
         n_threads = usable_cpus();
     expect_ok(pthread_once(&fork_once, watch_forks));
@@ -550,12 +570,14 @@ tl_status tl_pool_create(int n_threads, tl_pool **out)
         return tl_fail(TL_EIO, fn, "fork cannot be watched: error %d", fork_watch_error);
     tl_pool *pool = new_pool(n_threads);
     if (!pool)
-        return tl_fail(TL_ENOMEM, fn, "the allocator hook has no memory for a pool of %d threads", n_threads);
+        return tl_fail(TL_ENOMEM, fn, "the allocator hook has no memory for a pool of %d threads",
+                       n_threads);
     const int rc = bring_up(pool);
     if (rc != 0) {
         const int started = pool->n_started;
         free_pool(pool);
-        return tl_fail(TL_EIO, fn, "refused with error %d after %d of %d workers had started", rc, started, n_threads - 1);
+        return tl_fail(TL_EIO, fn, "refused with error %d after %d of %d workers had started", rc,
+                       started, n_threads - 1);
     }
     *out = pool;
     return TL_OK;

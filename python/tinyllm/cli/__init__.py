@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: MIT
 """The command ``tinyllm``, which is also ``python -m tinyllm``.
 
-A command is a module with ``NAME``, ``HELP`` (one line), ``add_arguments(parser)`` and ``run(args) -> int``,
-and, where there is more to say, ``EXAMPLES``, which ends its ``--help``. ``COMMANDS`` lists them.
+A command is a module with ``NAME``, ``HELP`` (one line), ``add_arguments(parser)`` and ``run(args)
+-> int``, and, where there is more to say, ``EXAMPLES``, which ends its ``--help``. ``COMMANDS``
+lists them.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ __all__ = ["COMMANDS", "CliError", "main"]
 class Command(Protocol):
     """What ``main`` asks of a command's module.
 
-    ``run`` returns 0, or 1 for a finding. It prints its answer to stdout and raises ``CliError``, one line,
-    for what it cannot do.
+    ``run`` returns 0, or 1 for a finding. It prints its answer to stdout and raises ``CliError``,
+    one line, for what it cannot do.
     """
 
     NAME: str
@@ -40,7 +41,10 @@ class Command(Protocol):
 COMMANDS: Final[tuple[Command, ...]] = (info, selftest, bench, demo, look, diff)
 
 DONE, FINDING, FAILED = 0, 1, 2
-INTERRUPTED, PIPE_CLOSED = 130, 141  # what a shell reports of a program that SIGINT or SIGPIPE ended
+INTERRUPTED, PIPE_CLOSED = (
+    130,
+    141,
+)  # what a shell reports of a program that SIGINT or SIGPIPE ended
 
 _EPILOG: Final = """\
 begin here:
@@ -65,7 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit status; ``argv`` is what follows the program's name."""
     prog = "tinyllm"
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal without these letters still gets an answer
+        sys.stdout.reconfigure(
+            errors="replace"
+        )  # a terminal without these letters still gets an answer
     try:
         args, unknown = _parser().parse_known_args(argv)
         prog = f"tinyllm {args.command.NAME}"
@@ -120,7 +126,11 @@ class Parser(argparse.ArgumentParser):
     """argparse with errors of one line and help as it was written."""
 
     def __init__(self, **options: object) -> None:
-        options = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False, **options}
+        options = {
+            "formatter_class": argparse.RawDescriptionHelpFormatter,
+            "allow_abbrev": False,
+            **options,
+        }
         super().__init__(**options)  # type: ignore[arg-type]
 
     def error(self, message: str) -> NoReturn:
@@ -138,7 +148,9 @@ def _parser() -> Parser:
         epilog=_EPILOG,
     )
     parser.add_argument("--version", action="version", version=f"tinyllm {tinyllm.__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands", parser_class=Parser)
+    commands = parser.add_subparsers(
+        required=True, metavar="COMMAND", title="commands", parser_class=Parser
+    )
     for command in COMMANDS:
         examples = getattr(command, "EXAMPLES", None)
         sub = commands.add_parser(

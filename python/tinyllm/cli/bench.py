@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: MIT
-"""``tinyllm bench``: how fast a decode step of given shapes is here, beside the speed of reading its bytes.
+"""``tinyllm bench``: how fast a decode step of given shapes is here, beside the speed of reading
+its bytes.
 
-A shape is measured over several layers with the same contents, one after the other, so that what a call reads
-has left the caches since it was last read. Turn by turn the layers are decoded and then merely read, the same
-bytes in the same order on as many threads: that is the roof, and both meet the machine in the same mood.
+A shape is measured over several layers with the same contents, one after the other, so that what a
+call reads has left the caches since it was last read. Turn by turn the layers are decoded and then
+merely read, the same bytes in the same order on as many threads: that is the roof, and both meet
+the machine in the same mood.
 """
 
 from __future__ import annotations
@@ -105,13 +107,17 @@ class Shape:
         """With so many layers that a round leaves the caches, or as many as memory has room for."""
         room = None if available is None else int(_MEMORY_SHARE * available) - self.other_bytes
         if room is not None and self.layer_bytes > room:
-            wanted, free = (human_bytes(n) for n in (self.layer_bytes + self.other_bytes, available or 0))
+            wanted, free = (
+                human_bytes(n) for n in (self.layer_bytes + self.other_bytes, available or 0)
+            )
             raise CliError(
                 f"--ctx {self.ctx} --batch {self.batch} takes {wanted} of memory, and of the {free} that can "
                 "be had a fifth is left alone: make --ctx, --batch, --heads or --dim smaller"
             )
         cache = cache or _SOME_CACHE
-        most = min(_MOST_LAYERS, _MOST_APPENDS // self.batch, _MOST_POOL * cache // self.layer_bytes)
+        most = min(
+            _MOST_LAYERS, _MOST_APPENDS // self.batch, _MOST_POOL * cache // self.layer_bytes
+        )
         if room is not None:
             most = min(most, room // self.layer_bytes)
         return replace(self, layers=max(1, min(most, -(-_CACHES * cache // self.call_bytes))))
@@ -119,8 +125,8 @@ class Shape:
 
 @dataclass(frozen=True)
 class Result:
-    """Of one shape: seconds of a call, bytes a second of the median call and of the median reading, the share
-    of the one in the other, the calls there were, the error of the results."""
+    """Of one shape: seconds of a call, bytes a second of the median call and of the median reading,
+    the share of the one in the other, the calls there were, the error of the results."""
 
     median: float
     p10: float
@@ -135,9 +141,15 @@ class Result:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     size = counts(1, INT32_MAX)
     parser.add_argument(
-        "--heads", type=heads, default=(32, 8), metavar="H/KV", help="query heads and KV heads (32/8)"
+        "--heads",
+        type=heads,
+        default=(32, 8),
+        metavar="H/KV",
+        help="query heads and KV heads (32/8)",
     )
-    parser.add_argument("--dim", type=number(1, 1 << 16), default=128, metavar="D", help="head width (128)")
+    parser.add_argument(
+        "--dim", type=number(1, 1 << 16), default=128, metavar="D", help="head width (128)"
+    )
     parser.add_argument("--ctx", type=size, default=[4096], metavar="N,..", help="positions (4096)")
     parser.add_argument("--batch", type=size, default=[1], metavar="N,..", help="sequences (1)")
     parser.add_argument(
@@ -148,10 +160,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="threads; 0, the default, is every CPU this process may use",
     )
     parser.add_argument(
-        "--block", type=number(1, INT32_MAX), default=16, metavar="N", help="positions in a block (16)"
+        "--block",
+        type=number(1, INT32_MAX),
+        default=16,
+        metavar="N",
+        help="positions in a block (16)",
     )
     parser.add_argument(
-        "--window", type=number(0, INT32_MAX), default=0, metavar="N", help="positions seen; 0 is all (0)"
+        "--window",
+        type=number(0, INT32_MAX),
+        default=0,
+        metavar="N",
+        help="positions seen; 0 is all (0)",
     )
     parser.add_argument(
         "--seconds", type=_seconds, default=5.0, metavar="S", help="for all shapes together (5)"
@@ -173,7 +193,9 @@ def run(args: argparse.Namespace) -> int:
     lib = library()
     isa = instruction_set(lib)
     shapes = list(_shapes(args))
-    np.random.default_rng(0)  # loads numpy.random now: an interrupt that comes meanwhile is lost there
+    np.random.default_rng(
+        0
+    )  # loads numpy.random now: an interrupt that comes meanwhile is lost there
     if not args.json:
         print_head(isa, args)
     results = []
@@ -187,7 +209,9 @@ def run(args: argparse.Namespace) -> int:
         print_json(report(isa, shapes, results))
     wrong = [s for s, r in zip(shapes, results, strict=True) if not r.error <= _TOLERANCE]
     for shape in wrong:
-        print(f"tinyllm bench: ctx {shape.ctx}, batch {shape.batch}: wrong results", file=sys.stderr)
+        print(
+            f"tinyllm bench: ctx {shape.ctx}, batch {shape.batch}: wrong results", file=sys.stderr
+        )
     return 1 if wrong else 0
 
 
@@ -200,7 +224,8 @@ def _shapes(args: argparse.Namespace) -> Iterator[Shape]:
         yield shape.fitted(available, machine.last_level_cache())
 
 
-# --- the work -----------------------------------------------------------------------------------------------
+# --- the work
+# -----------------------------------------------------------------------------------------------
 
 
 class Workload:
@@ -249,8 +274,8 @@ class Workload:
             )  # fmt: skip
 
     def error(self) -> float:
-        """The largest difference of a result from float64, in units of the largest value; infinity where
-        layers that hold the same disagree in any bit."""
+        """The largest difference of a result from float64, in units of the largest value; infinity
+        where layers that hold the same disagree in any bit."""
         self.decode(0)
         first = self.out.copy()
         worst = np.max([self._error_of(s) for s in {0, self.shape.batch - 1}])  # NaN if any is
@@ -265,7 +290,9 @@ class Workload:
         seen = min(shape.ctx, shape.window or shape.ctx)
         group = shape.heads // shape.kv_heads
         worst = 0.0
-        for g, (k, v) in enumerate(zip(*self.kv(s), strict=True)):  # one head at a time: float64 is large
+        for g, (k, v) in enumerate(
+            zip(*self.kv(s), strict=True)
+        ):  # one head at a time: float64 is large
             k, v = (a[-seen:].astype(np.float16).astype(np.float64) for a in (k, v))
             own = slice(g * group, (g + 1) * group)
             scores = self.q[s, own].astype(np.float64) @ k.T * shape.dim**-0.5
@@ -278,8 +305,12 @@ class Workload:
 @contextmanager
 def workload(lib: Lib, shape: Shape) -> Iterator[Workload]:
     """Makes a workload and takes it down."""
-    progress(f"ctx {shape.ctx}, batch {shape.batch}: filling {human_bytes(shape.layer_bytes * shape.layers)}")
-    cache = tinyllm.PagedKVCache(lib, shape.blocks, shape.block, shape.layers, shape.kv_heads, shape.dim)
+    progress(
+        f"ctx {shape.ctx}, batch {shape.batch}: filling {human_bytes(shape.layer_bytes * shape.layers)}"
+    )
+    cache = tinyllm.PagedKVCache(
+        lib, shape.blocks, shape.block, shape.layers, shape.kv_heads, shape.dim
+    )
     with cache, tinyllm.ThreadPool(shape.threads, lib=lib) as pool:
         yield Workload(shape, cache, pool)
         progress("")
@@ -308,7 +339,8 @@ def measure(work: Workload, seconds: float) -> Result:
     return Result(median, p10, p90, rate, roof, rate / roof, len(calls), error)
 
 
-# --- showing it ---------------------------------------------------------------------------------------------
+# --- showing it
+# ---------------------------------------------------------------------------------------------
 
 
 def progress(text: str) -> None:
@@ -321,8 +353,13 @@ def print_head(isa: str, args: argparse.Namespace) -> None:
     usable, present = machine.cpus()
     window = f"window {args.window}" if args.window else "no window"
     print(f"{machine.cpu_model()}, {usable} of {present} CPUs, {isa}")
-    print(f"heads {args.heads[0]}/{args.heads[1]}, width {args.dim}, blocks of {args.block}, {window}, f16\n")
-    print(bold("     ctx  batch threads    median       p10       p90    GB/s    roof  of roof"), flush=True)
+    print(
+        f"heads {args.heads[0]}/{args.heads[1]}, width {args.dim}, blocks of {args.block}, {window}, f16\n"
+    )
+    print(
+        bold("     ctx  batch threads    median       p10       p90    GB/s    roof  of roof"),
+        flush=True,
+    )
 
 
 def print_row(shape: Shape, r: Result) -> None:

@@ -46,12 +46,17 @@ def instruction_set(lib: Lib) -> str:
 
 
 def in_process(code: str, lib: Lib, isa: str) -> subprocess.CompletedProcess[str]:
-    """Runs ``code`` with this package, ``lib`` and the instruction set ``isa``, which a process chooses once.
+    """Runs ``code`` with this package, ``lib`` and the instruction set ``isa``, which a process
+    chooses once.
 
     Raises: subprocess.TimeoutExpired after five minutes.
     """
     path = os.pathsep.join(filter(None, (str(_PACKAGE), os.environ.get("PYTHONPATH"))))
-    environment = os.environ | {"PYTHONPATH": path, "TINYLLM_LIB": str(lib.path), "TINYLLM_ISA": isa}
+    environment = os.environ | {
+        "PYTHONPATH": path,
+        "TINYLLM_LIB": str(lib.path),
+        "TINYLLM_ISA": isa,
+    }
     environment["PYTHONSAFEPATH"] = "1"  # nothing from the current directory
     return subprocess.run(
         [sys.executable, "-c", code],
@@ -76,10 +81,15 @@ def is_terminal(stream: TextIO | None) -> bool:
 
 def bold(text: str) -> str:
     """``text`` for stdout, bold where that shows."""
-    return f"\x1b[1m{text}\x1b[0m" if is_terminal(sys.stdout) and not os.environ.get("NO_COLOR") else text
+    return (
+        f"\x1b[1m{text}\x1b[0m"
+        if is_terminal(sys.stdout) and not os.environ.get("NO_COLOR")
+        else text
+    )
 
 
-# --- arguments ----------------------------------------------------------------------------------------------
+# --- arguments
+# ----------------------------------------------------------------------------------------------
 
 
 def number(low: int, high: int) -> Callable[[str], int]:

@@ -92,7 +92,9 @@ class Chats:
             for name, (k, v) in zip(names, self._new[t, layer], strict=True):
                 self.cache.append(name, layer, k, v)
             q = self._q[t, layer]
-            for rows in [slice(None)] if self.way.together else [slice(i, i + 1) for i in range(CHATS)]:
+            for rows in (
+                [slice(None)] if self.way.together else [slice(i, i + 1) for i in range(CHATS)]
+            ):
                 yield tinyllm.paged_attention_decode(
                     q[rows], self.cache, names[rows], layer, threads=self._pool
                 )
@@ -129,7 +131,8 @@ def run(args: argparse.Namespace) -> int:
     return prove(lib)
 
 
-# --- the story ----------------------------------------------------------------------------------------------
+# --- the story
+# ----------------------------------------------------------------------------------------------
 
 
 def tell(chats: Chats) -> None:
@@ -145,7 +148,9 @@ def tell(chats: Chats) -> None:
     took = time.perf_counter() - begin
     more = cache.stats()["used"] - prompt
     print(bold(f"2. {CHATS} chats begin with it"))
-    print(f"   {CHATS} forks took {1e3 * took:.1f} ms and {more} blocks: they share the prompt's.\n")
+    print(
+        f"   {CHATS} forks took {1e3 * took:.1f} ms and {more} blocks: they share the prompt's.\n"
+    )
 
     begin = time.perf_counter()
     for t in range(STEPS):
@@ -155,9 +160,13 @@ def tell(chats: Chats) -> None:
     used, alone = cache.stats()["used"], prompt + CHATS * -(-(PROMPT + STEPS) // b)
     saved = human_bytes((alone - used) * int(cache.lib.tl_kv_block_bytes(cache.pool)))
     print(bold(f"3. Each goes its own way, {STEPS} tokens, all in one batch"))
-    print(f"   The first token of each goes to the prompt's last block, {PROMPT % b} of {b} full and")
+    print(
+        f"   The first token of each goes to the prompt's last block, {PROMPT % b} of {b} full and"
+    )
     print(f"   shared, which is copied before it is written: {copied} copies, and no other ever.")
-    print(f"   {1e3 * took / STEPS:.1f} ms a step. {used} blocks in use, not {alone}: {saved} saved.\n")
+    print(
+        f"   {1e3 * took / STEPS:.1f} ms a step. {used} blocks in use, not {alone}: {saved} saved.\n"
+    )
     print(bold("4. What the pool looks like now, by cache.look()"))
     print(cache.look(), end="\n\n")
 
@@ -165,7 +174,9 @@ def tell(chats: Chats) -> None:
 def prove(lib: Lib) -> int:
     """The same chats in every way, on every instruction set: 0 where all bits are the same."""
     print(bold("5. The bits do not depend on how"))
-    print(f"   All that attention gave, {STEPS} steps x {LAYERS} layers x {CHATS} chats, as SHA-256:\n")
+    print(
+        f"   All that attention gave, {STEPS} steps x {LAYERS} layers x {CHATS} chats, as SHA-256:\n"
+    )
     digests = []
     own = instruction_set(lib)
     for way in WAYS:
@@ -185,7 +196,9 @@ def on(lib: Lib, isa: str) -> str:
     """The digest that another instruction set gives."""
     done = in_process("from tinyllm.cli import demo; demo.main()", lib, isa)
     if done.returncode != 0:
-        raise CliError(f"{isa}: the process ended with status {done.returncode}: {done.stderr.strip()}")
+        raise CliError(
+            f"{isa}: the process ended with status {done.returncode}: {done.stderr.strip()}"
+        )
     return done.stdout.strip()
 
 

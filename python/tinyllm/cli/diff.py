@@ -23,7 +23,9 @@ Recordings are made in Python: with tinyllm.record("before.tlrec"): ...
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("a", metavar="A", help="a file that tinyllm.record wrote")
     parser.add_argument("b", metavar="B", help="another one, of the same calls")
-    parser.add_argument("--all", action="store_true", help="show every call that differs, not only the first")
+    parser.add_argument(
+        "--all", action="store_true", help="show every call that differs, not only the first"
+    )
     add_json(parser)
 
 

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: MIT
-"""What ``tinyllm selftest`` computes, and the digests it must give wherever numerics version 1 does.
+"""What ``tinyllm selftest`` computes, and the digests it must give wherever numerics version 1
+does.
 
-A group feeds fixed numbers to an ``Engine`` and yields arrays; the SHA-256 of their bytes, little-endian,
-is its digest. ``Library`` is the engine that runs the C code. tests/L9.4/test_cli_golden.py has another one,
-``tinyllm.reference``: the digests below are what both of them give.
+A group feeds fixed numbers to an ``Engine`` and yields arrays; the SHA-256 of their bytes,
+little-endian, is its digest. ``Library`` is the engine that runs the C code.
+tests/L9.4/python/test_cli_golden.py has another one, ``tinyllm.reference``: the digests below are
+what both of them give.
 
-The numbers come from integers alone, scaled by powers of two: no library of mathematics and no version of
-numpy has a say in them.
+The numbers come from integers alone, scaled by powers of two: no library of mathematics and no
+version of numpy has a say in them.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ THREADS: Final = (1, 2)
 _MASK: Final = 2**64 - 1
 
 
-# --- numbers ------------------------------------------------------------------------------------------------
+# --- numbers
+# ------------------------------------------------------------------------------------------------
 
 
 class Numbers:
@@ -55,7 +58,9 @@ class Numbers:
         b = self.bits(*shape)
         whole = (b >> np.uint64(63 - fraction)).astype(np.int64) - (1 << fraction)
         step = np.array([2.0 / (1 << fraction + e) for e in range(4)], np.float32)
-        value: NDArray[np.float32] = whole.astype(np.float32) * step[(b & np.uint64(3)).astype(np.int64)]
+        value: NDArray[np.float32] = (
+            whole.astype(np.float32) * step[(b & np.uint64(3)).astype(np.int64)]
+        )
         return value
 
     def halves(self, *shape: int) -> NDArray[np.float16]:
@@ -74,11 +79,14 @@ class Numbers:
 
     def any_floats(self, n: int) -> NDArray[np.float32]:
         """Any bits at all, infinities, NaNs and subnormals among them."""
-        value: NDArray[np.float32] = (self.bits(n) >> np.uint64(32)).astype(np.uint32).view(np.float32)
+        value: NDArray[np.float32] = (
+            (self.bits(n) >> np.uint64(32)).astype(np.uint32).view(np.float32)
+        )
         return value
 
 
-# --- engines ------------------------------------------------------------------------------------------------
+# --- engines
+# ------------------------------------------------------------------------------------------------
 
 
 class Engine(Protocol):
@@ -118,10 +126,14 @@ class Library:
         """Through a cache whose sequences grew side by side, over blocks that were used before."""
         (n_kv, _, width), batch, piece = kv[0][0].shape, range(len(kv)), 48
         longest = max(k.shape[1] for k, _ in kv)
-        with tinyllm.PagedKVCache(self._lib, len(kv) * (longest // 16 + 2), 16, 2, n_kv, width) as cache:
+        with tinyllm.PagedKVCache(
+            self._lib, len(kv) * (longest // 16 + 2), 16, 2, n_kv, width
+        ) as cache:
             for s in batch:
                 cache.add_seq(s)
-                cache.append(s, 1, *(np.full((n_kv, 16 * (2 * s + 1), width), np.nan, np.float16),) * 2)
+                cache.append(
+                    s, 1, *(np.full((n_kv, 16 * (2 * s + 1), width), np.nan, np.float16),) * 2
+                )
             for s in batch:
                 cache.truncate(s, 0)
             for begin in range(0, longest, piece):
@@ -174,7 +186,10 @@ class Library:
                 part = tokens[i * block_tokens : (i + 1) * block_tokens]
                 parent = self._lib.tl_kv_block_hash(parent, u32_ptr(part), block_tokens)
                 self._lib.tl_kv_register(cache.pool, int(table[i]), parent)
-            size, written = self._lib.tl_kv_export_bytes(cache.pool, len(table)), np.zeros(1, np.uintp)
+            size, written = (
+                self._lib.tl_kv_export_bytes(cache.pool, len(table)),
+                np.zeros(1, np.uintp),
+            )
             data = np.empty(size, np.uint8)
             self._lib.tl_kv_export(
                 cache.pool, u32_ptr(table), len(table), data.ctypes.data, size, _pointer(written)
@@ -196,7 +211,8 @@ def _scale(width: int) -> float:
     return 2.0 ** -((width.bit_length() + 1) // 2)
 
 
-# --- groups -------------------------------------------------------------------------------------------------
+# --- groups
+# -------------------------------------------------------------------------------------------------
 
 
 def decode(engine: Engine, seed: int, *, width: int, heads: int, kv_heads: int) -> Iterator[Array]:
@@ -229,7 +245,11 @@ def chunks(
     k, v = (kinds[kind](tables.size, kv_heads, block, width) for width in widths)
     q = 4 * numbers.floats(int(starts[-1]), heads, widths[0])
     given: dict[str, Any] = {"scale": _scale(widths[0]), "cu_seqlens_q": starts, **options}
-    given |= {name: 2 * numbers.floats(heads) for name in ("alibi_slopes", "sink_logits") if name in options}
+    given |= {
+        name: 2 * numbers.floats(heads)
+        for name in ("alibi_slopes", "sink_logits")
+        if name in options
+    }
     yield from engine.paged(q, k, v, tables, lengths, **given)
 
 
@@ -266,7 +286,9 @@ def exp(engine: Engine, seed: int) -> Iterator[Array]:
 def conversions(engine: Engine, seed: int) -> Iterator[Array]:
     """Every code of the small formats; and floats, those halfway between two codes included."""
     numbers = Numbers(seed)
-    x = np.concatenate((numbers.any_floats(20000), numbers.floats(20000), 512 * numbers.floats(20000)))
+    x = np.concatenate(
+        (numbers.any_floats(20000), numbers.floats(20000), 512 * numbers.floats(20000))
+    )
     halfway = (numbers.bits(20000) >> np.uint64(32)).astype(np.uint32)
     halfway &= np.array([0xFFFFF000, 0xFFFF8000, 0xFFF80000, 0xFFF00000], np.uint32).repeat(5000)
     x = np.concatenate((x, halfway.view(np.float32)))
@@ -298,9 +320,15 @@ GROUPS: Final[dict[str, Callable[[Engine, int], Iterable[Array]]]] = {
     "decode D=80": partial(decode, width=80, heads=2, kv_heads=2),
     "decode D=128": partial(decode, width=128, heads=8, kv_heads=1),
     "chunks f16": partial(chunks, kind="float16", widths=(64, 64), options={}),
-    "chunks f16, every option": partial(chunks, kind="float16", widths=(80, 80), options=_EVERYTHING),
-    "chunks bf16, softcap": partial(chunks, kind="bfloat16", widths=(64, 64), options={"softcap": 1.5}),
-    "chunks f32, Dk != Dv": partial(chunks, kind="float32", widths=(72, 40), options={"alibi_slopes": 1}),
+    "chunks f16, every option": partial(
+        chunks, kind="float16", widths=(80, 80), options=_EVERYTHING
+    ),
+    "chunks bf16, softcap": partial(
+        chunks, kind="bfloat16", widths=(64, 64), options={"softcap": 1.5}
+    ),
+    "chunks f32, Dk != Dv": partial(
+        chunks, kind="float32", widths=(72, 40), options={"alibi_slopes": 1}
+    ),
     "prefill": prefill,
     "softmax": softmax,
     "exp": exp,
@@ -319,7 +347,9 @@ def digest(arrays: Iterable[Array]) -> str:
 
 def compute(engine: Engine) -> dict[str, str]:
     """The digest of every group."""
-    return {name: digest(group(engine, seed)) for seed, (name, group) in enumerate(GROUPS.items(), 1)}
+    return {
+        name: digest(group(engine, seed)) for seed, (name, group) in enumerate(GROUPS.items(), 1)
+    }
 
 
 DIGESTS: Final[dict[str, str]] = {

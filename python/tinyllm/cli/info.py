@@ -49,14 +49,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shape.add_argument("--heads", type=heads, metavar="H/KV", help="query heads and KV heads")
     shape.add_argument("--dim", type=size, metavar="D", help="head width")
     shape.add_argument("--layers", type=size, metavar="N", help="layers")
-    shape.add_argument("--block", type=size, default=16, metavar="N", help="positions in a block (16)")
+    shape.add_argument(
+        "--block", type=size, default=16, metavar="N", help="positions in a block (16)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     facts: dict[str, Any] = {"version": tinyllm.__version__}
     shape = (args.heads, args.dim, args.layers)
     if None in shape and shape != (None,) * 3:
-        raise CliError("--heads, --dim and --layers say together what a cache takes: give all three")
+        raise CliError(
+            "--heads, --dim and --layers say together what a cache takes: give all three"
+        )
     problem = None
     try:
         facts |= library_facts()
@@ -120,7 +124,9 @@ def print_facts(facts: dict[str, Any]) -> None:
     """The facts by subject; what is not known is left out."""
     print(bold(f"tinyllm {facts['version']}"))
     if "library" in facts:
-        versions = "{library_version}, ABI {abi_version}, numerics {numerics_version}".format_map(facts)
+        versions = "{library_version}, ABI {abi_version}, numerics {numerics_version}".format_map(
+            facts
+        )
         line("library", facts["library"])
         line("version", versions)
         line("runs on", facts["isa"])

@@ -27,8 +27,12 @@ a block that somebody took past the cache.
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE.json", help="a snapshot")
-    parser.add_argument("--svg", metavar="OUT.svg", help="write the picture there too, to open in a browser")
-    parser.add_argument("--width", metavar="N", type=_width, help="columns to draw in (the terminal's)")
+    parser.add_argument(
+        "--svg", metavar="OUT.svg", help="write the picture there too, to open in a browser"
+    )
+    parser.add_argument(
+        "--width", metavar="N", type=_width, help="columns to draw in (the terminal's)"
+    )
     parser.add_argument("--no-color", action="store_true", help="letters instead of coloured bars")
     parser.add_argument("--metrics", action="store_true", help="print Prometheus metrics instead")
     add_json(parser)
@@ -61,7 +65,13 @@ def facts_of(snapshot: Snapshot) -> dict[str, Any]:
         "pool": snapshot.sizes,
         "counters": snapshot.counters,
         "sequences": [
-            {"name": s.name, "lengths": list(s.lengths), "held": len(s.held), "gone": s.gone, "runs": s.runs}
+            {
+                "name": s.name,
+                "lengths": list(s.lengths),
+                "held": len(s.held),
+                "gone": s.gone,
+                "runs": s.runs,
+            }
             for s in snapshot.sequences
         ],
         "surplus_references": dict(zip(map(str, ids), surplus, strict=True)),

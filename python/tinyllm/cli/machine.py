@@ -27,7 +27,9 @@ def cpus() -> tuple[int, int]:
 def memory() -> tuple[int | None, int | None]:
     """Bytes of memory there are, and bytes still to be had, within the limit of the container if any."""
     kib = dict(re.findall(r"^(\w+):\s*(\d+) kB$", _text(Path("/proc/meminfo")), re.MULTILINE))
-    total, free = (int(kib[key]) << 10 if key in kib else None for key in ("MemTotal", "MemAvailable"))
+    total, free = (
+        int(kib[key]) << 10 if key in kib else None for key in ("MemTotal", "MemAvailable")
+    )
     limit, used = (_text(_CGROUP / name).strip() for name in ("memory.max", "memory.current"))
     if limit.isdigit() and used.isdigit():
         total = min(total or int(limit), int(limit))

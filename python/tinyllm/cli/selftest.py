@@ -98,7 +98,9 @@ def examine(lib: Lib, isa: str) -> Verdict:
     for threads, digests in answer["digests"].items():
         for group, digest in digests.items():
             if digest != golden.DIGESTS[group]:
-                verdict.differences.append(Difference(group, int(threads), digest, golden.DIGESTS[group]))
+                verdict.differences.append(
+                    Difference(group, int(threads), digest, golden.DIGESTS[group])
+                )
     return verdict
 
 

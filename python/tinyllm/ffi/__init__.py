@@ -1,3 +1,3 @@
 # SPDX-License-Identifier: MIT
-"""The C library as Python sees it: ``libtinyllm`` mirrors the headers, ``handle`` owns what a constructor
-made."""
+"""The C library as Python sees it: ``libtinyllm`` mirrors the headers, ``handle`` owns what a
+constructor made."""

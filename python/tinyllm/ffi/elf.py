@@ -24,7 +24,8 @@ _MACHINES: Final = {
 
 
 def reason_not_to_load(file: Path) -> str | None:
-    """Why this process cannot load ``file``, as far as its first page tells; None where it tells nothing.
+    """Why this process cannot load ``file``, as far as its first page tells; None where it tells
+    nothing.
 
     To be asked before the system's loader, which dies of a library that was cut short (SIGBUS).
     """
@@ -66,5 +67,7 @@ def _loaded_size(head: bytes) -> int:
     table, entry_size, n = _number(head, 32, 8), _number(head, 54, 2), _number(head, 56, 2)
     entries = [table + i * entry_size for i in range(n)]
     loaded = [at for at in entries if _number(head, at, 4) == 1]
-    ends = [_number(head, at + 8, 8) + _number(head, at + 32, 8) for at in loaded]  # offset, size in the file
+    ends = [
+        _number(head, at + 8, 8) + _number(head, at + 32, 8) for at in loaded
+    ]  # offset, size in the file
     return max(table + n * entry_size, *ends, 64)

@@ -11,8 +11,9 @@ from tinyllm.errors import ClosedError
 class Handle:
     """The address of a C object. ``with handle as address:`` surrounds every call that uses it.
 
-    The owner closes it; a finalizer of the owner calls ``release``, which leaves the object alone where a
-    call is still inside (a daemon thread at interpreter exit): the process takes the memory back.
+    The owner closes it; a finalizer of the owner calls ``release``, which leaves the object alone
+    where a call is still inside (a daemon thread at interpreter exit): the process takes the memory
+    back.
     """
 
     __slots__ = ("_address", "_destroy", "_inside", "_what")
@@ -21,7 +22,9 @@ class Handle:
         self._what = what
         self._address: int | None = address
         self._destroy = destroy
-        self._inside: list[None] = []  # one element per call inside: append, pop and len need no lock
+        self._inside: list[
+            None
+        ] = []  # one element per call inside: append, pop and len need no lock
 
     def __enter__(self) -> int:
         self._inside.append(None)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 """The headers of libtinyllm as a table of prototypes, and the library. The only importer of ctypes.
 
-``PROTOTYPES`` has one row per function in header order: name, result, arguments. ``Lib`` binds a row on its
-first use and every call goes through ``Function``: integers must fit their C type (ctypes alone would cut
-them), a result declared ``STATUS`` is 0 or raises TlError.
+``PROTOTYPES`` has one row per function in header order: name, result, arguments. ``Lib`` binds a
+row on its first use and every call goes through ``Function``: integers must fit their C type
+(ctypes alone would cut them), a result declared ``STATUS`` is 0 or raises TlError.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ __all__ = [
     "u64_ptr",
 ]
 
-# --- constants ----------------------------------------------------------------------------------------------
+# --- constants
+# ----------------------------------------------------------------------------------------------
 
 ABI_VERSION: Final = 1
 TL_LAST_ERROR_CAP: Final = 256
@@ -131,7 +132,8 @@ TL_TRACE_ROWS: Final = 0
 TL_TRACE_SHARED: Final = 1
 TL_TRACE_MERGE: Final = 2
 
-# --- types --------------------------------------------------------------------------------------------------
+# --- types
+# --------------------------------------------------------------------------------------------------
 
 
 class STATUS(c_int32):
@@ -183,7 +185,12 @@ class KvConfig(Structure):
 class KvStats(Structure):
     """``tl_kv_stats``"""
 
-    _fields_ = [("free", c_uint32), ("used", c_uint32), ("cached", c_uint32), ("evictions", c_uint32)]
+    _fields_ = [
+        ("free", c_uint32),
+        ("used", c_uint32),
+        ("cached", c_uint32),
+        ("evictions", c_uint32),
+    ]
 
 
 class KvBlock(Structure):
@@ -291,7 +298,8 @@ STRUCTS: Final[dict[str, type[Structure]]] = {
     "tl_attn_part": AttnPart,
 }
 
-# --- prototypes ---------------------------------------------------------------------------------------------
+# --- prototypes
+# ---------------------------------------------------------------------------------------------
 
 _f32, _i32, _i64 = POINTER(c_float), POINTER(c_int32), POINTER(c_int64)
 _u8, _u16, _u32 = POINTER(c_uint8), POINTER(c_uint16), POINTER(c_uint32)
@@ -405,7 +413,19 @@ PROTOTYPES: Final[tuple[tuple[str, Any, tuple[Any, ...]], ...]] = (
     (
         "tl_paged_attn_decode_f32",
         STATUS,
-        (_f32, c_void_p, c_uint32, _u32, c_int32, _i32, _f32, *(c_int64,) * 4, c_float, c_int64, c_void_p),
+        (
+            _f32,
+            c_void_p,
+            c_uint32,
+            _u32,
+            c_int32,
+            _i32,
+            _f32,
+            *(c_int64,) * 4,
+            c_float,
+            c_int64,
+            c_void_p,
+        ),
     ),
     ("tl_paged_attn_workspace", c_size_t, (POINTER(PagedAttnArgs),)),
     ("tl_paged_attn_f32", STATUS, (POINTER(PagedAttnArgs),)),
@@ -423,7 +443,8 @@ def signatures() -> dict[str, tuple[Any, tuple[Any, ...]]]:
     return {name: (restype, argtypes) for name, restype, argtypes in PROTOTYPES}
 
 
-# --- calling ------------------------------------------------------------------------------------------------
+# --- calling
+# ------------------------------------------------------------------------------------------------
 
 _INTEGERS: Final = (
     ctypes.c_byte, ctypes.c_ubyte, ctypes.c_short, ctypes.c_ushort, ctypes.c_int, ctypes.c_uint,
@@ -434,21 +455,41 @@ _ADDRESS_END: Final = 1 << (8 * ctypes.sizeof(c_void_p))
 
 def _range(ctype: Any) -> tuple[int, int]:
     bits = 8 * ctypes.sizeof(ctype)
-    return (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if ctype(-1).value < 0 else (0, (1 << bits) - 1)
+    return (
+        (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if ctype(-1).value < 0 else (0, (1 << bits) - 1)
+    )
 
 
 class Function:
     """One bound C function.
 
-    Integers are taken from int, numpy integers and ctypes scalars. Raises: TypeError for a wrong number or
-    kind of argument, OverflowError for an integer its C type cannot hold, TlError for a status other than 0
-    where the result is ``STATUS``.
+    Integers are taken from int, numpy integers and ctypes scalars. Raises: TypeError for a wrong
+    number or kind of argument, OverflowError for an integer its C type cannot hold, TlError for a
+    status other than 0 where the result is ``STATUS``.
     """
 
-    __slots__ = ("_addresses", "_call", "_integers", "_lib", "_n", "_status", "argtypes", "name", "restype")
+    __slots__ = (
+        "_addresses",
+        "_call",
+        "_integers",
+        "_lib",
+        "_n",
+        "_status",
+        "argtypes",
+        "name",
+        "restype",
+    )
 
-    def __init__(self, lib: Lib, call: Any, name: str, restype: Any, argtypes: tuple[Any, ...]) -> None:
-        self._lib, self._call, self.name, self.restype, self.argtypes = lib, call, name, restype, argtypes
+    def __init__(
+        self, lib: Lib, call: Any, name: str, restype: Any, argtypes: tuple[Any, ...]
+    ) -> None:
+        self._lib, self._call, self.name, self.restype, self.argtypes = (
+            lib,
+            call,
+            name,
+            restype,
+            argtypes,
+        )
         self._status = restype is STATUS
         call.restype = c_int32 if self._status else restype
         call.argtypes = argtypes
@@ -469,7 +510,9 @@ class Function:
             if type(value) is not int:
                 value = values[i] = self._integer(i, value)
             if not low <= value <= high:
-                raise OverflowError(f"{self.name}: argument {i + 1} = {value} is outside {low} .. {high}")
+                raise OverflowError(
+                    f"{self.name}: argument {i + 1} = {value} is outside {low} .. {high}"
+                )
         for i in self._addresses:
             value = values[i]
             if isinstance(value, int) and not 0 <= value < _ADDRESS_END:
@@ -483,9 +526,11 @@ class Function:
         return result
 
     def each(self, handle: int, *columns: Iterable[int]) -> None:
-        """Calls a function that returns ``STATUS`` with ``handle`` and one of each column, row by row.
+        """Calls a function that returns ``STATUS`` with ``handle`` and one of each column, row by
+        row.
 
-        For ids and counts that came from the library: that their C types can hold them is not looked at.
+        For ids and counts that came from the library: that their C types can hold them is not
+        looked at.
 
         Raises: TlError for the first status other than 0; the rows after it are not called.
         """
@@ -494,13 +539,17 @@ class Function:
                 raise self._failure(status)
 
     def _failure(self, status: int) -> TlError:
-        return TlError(self.name, status, STATUS_NAMES.get(status, "TL_UNKNOWN"), self._lib.last_error())
+        return TlError(
+            self.name, status, STATUS_NAMES.get(status, "TL_UNKNOWN"), self._lib.last_error()
+        )
 
     def _integer(self, i: int, value: Any) -> int:
         try:
             return index(value.value if isinstance(value, _INTEGERS) else value)
         except TypeError:
-            raise TypeError(f"{self.name}: argument {i + 1} must be an integer, not {value!r}") from None
+            raise TypeError(
+                f"{self.name}: argument {i + 1} must be an integer, not {value!r}"
+            ) from None
 
     def __repr__(self) -> str:
         return f"<{self.name} of {self._lib.path}>"
@@ -537,9 +586,15 @@ class Lib:
         if name not in declared:
             raise AttributeError(f"{name} is not a declared function of libtinyllm")
         try:
-            call = self._cdll[name]  # by index: a function object of our own, not the one CDLL shares
+            call = self._cdll[
+                name
+            ]  # by index: a function object of our own, not the one CDLL shares
         except AttributeError:
-            hint = f": is it older than this package? {_what_next(self.path)}" if name in signatures() else ""
+            hint = (
+                f": is it older than this package? {_what_next(self.path)}"
+                if name in signatures()
+                else ""
+            )
             raise AttributeError(f"{self.path} does not export {name}{hint}") from None
         function = Function(self, call, name, *declared[name])
         self.__dict__[name] = function
@@ -582,7 +637,8 @@ def export_blocks(lib: Lib, pool: int, blocks: NDArray[np.uint32]) -> bytearray:
     return envelope
 
 
-# --- finding and loading ------------------------------------------------------------------------------------
+# --- finding and loading
+# ------------------------------------------------------------------------------------
 
 _PACKAGE: Final = Path(__file__).resolve().parent.parent
 _CHECKOUT: Final = _PACKAGE.parent.parent
@@ -592,18 +648,23 @@ _loaded: dict[Path, Lib] = {}
 def library_path(path: str | os.PathLike[str] | None = None) -> Path:
     """Where the library is.
 
-    That is ``path``, else ``$TINYLLM_LIB``, else in (``tinyllm/_lib``) or beside the installed package, else
-    ``c/build/libtinyllm.so`` of a checkout. A place named by argument or variable is the only one tried.
+    That is ``path``, else ``$TINYLLM_LIB``, else in (``tinyllm/_lib``) or beside the installed
+    package, else ``c/build/libtinyllm.so`` of a checkout. A place named by argument or variable is
+    the only one tried.
 
     Raises: FileNotFoundError, naming every place tried and the command that builds the library.
     """
     named = path if path is not None else os.environ.get("TINYLLM_LIB") or None
     folders = (_PACKAGE / "_lib", _PACKAGE, _PACKAGE.parent, _CHECKOUT / "c/build")
-    places = [Path(named)] if named is not None else [folder / "libtinyllm.so" for folder in folders]
+    places = (
+        [Path(named)] if named is not None else [folder / "libtinyllm.so" for folder in folders]
+    )
     for place in places:
         if place.is_file():
             return place
-    source = "path" if path is not None else "TINYLLM_LIB" if named is not None else "default places"
+    source = (
+        "path" if path is not None else "TINYLLM_LIB" if named is not None else "default places"
+    )
     tried = f"{', '.join(map(str, places))} ({source})"
     raise FileNotFoundError(f"no libtinyllm at {tried}. {_what_next(places[-1])}")
 
@@ -644,7 +705,8 @@ def load(path: str | os.PathLike[str] | None = None) -> Lib:
     return lib
 
 
-# --- arrays -------------------------------------------------------------------------------------------------
+# --- arrays
+# -------------------------------------------------------------------------------------------------
 
 
 def _pointer(fn: str, a: Any, dtype: np.dtype[Any], ctype: Any) -> Any:
@@ -655,11 +717,17 @@ def _pointer(fn: str, a: Any, dtype: np.dtype[Any], ctype: Any) -> Any:
         raise TypeError(f"{fn}: a {dtype.name} array in native byte order is needed, not {found}")
     flags = a.flags
     if flags.carray and a.size:  # contiguous, aligned and writable
-        return ctypes.pointer(ctype.from_buffer(a))  # several times faster than asking for the address
+        return ctypes.pointer(
+            ctype.from_buffer(a)
+        )  # several times faster than asking for the address
     if a.size > 1 and a.shape[-1] > 1 and a.strides[-1] != dtype.itemsize:
-        raise ValueError(f"{fn}: the last axis has a stride of {a.strides[-1]} bytes, not {dtype.itemsize}")
+        raise ValueError(
+            f"{fn}: the last axis has a stride of {a.strides[-1]} bytes, not {dtype.itemsize}"
+        )
     if not flags.aligned:
-        raise ValueError(f"{fn}: the array at {a.ctypes.data:#x} is not aligned to {dtype.itemsize} bytes")
+        raise ValueError(
+            f"{fn}: the array at {a.ctypes.data:#x} is not aligned to {dtype.itemsize} bytes"
+        )
     pointer: Any = ctypes.pointer(ctype.from_address(a.ctypes.data))
     pointer._array = a  # the memory lives as long as the pointer
     return pointer
@@ -670,10 +738,11 @@ _I32, _I64, _U64 = np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.uint64)
 
 
 def f32_ptr(a: NDArray[np.float32] | None) -> Any:
-    """A ``float *`` to the first element of ``a``, which it keeps alive; NULL for None. Nothing is copied.
+    """A ``float *`` to the first element of ``a``, which it keeps alive; NULL for None. Nothing is
+    copied.
 
-    Raises: TypeError for another dtype or byte order, or no array; ValueError for a last axis without unit
-    stride.
+    Raises: TypeError for another dtype or byte order, or no array; ValueError for a last axis
+    without unit stride.
     """
     return _pointer("f32_ptr", a, _F32, c_float)
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 """Models of Hugging Face transformers 5.x on the library: ``pip install 'libtinyllm[hf]'``.
 
-``register`` makes ``attn_implementation="tinyllm"`` known. With it ``PagedCache`` serves ``generate()`` and
-``forward_packed`` an engine of one's own; ``make_batch_invariant`` carries the same bits through the rest of
-the model. docs/transformers.md tells more.
+``register`` makes ``attn_implementation="tinyllm"`` known. With it ``PagedCache`` serves
+``generate()`` and ``forward_packed`` an engine of one's own; ``make_batch_invariant`` carries the
+same bits through the rest of the model. docs/transformers.md tells more.
 """
 
 from __future__ import annotations

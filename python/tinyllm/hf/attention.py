@@ -2,9 +2,9 @@
 """The attention function and the mask function that transformers calls, and ``register``.
 
 Where K and V lie decides who answers: a ``Packed`` batch that came as the keyword ``tl_batch``, the
-``PagedCache`` that marked the keys, or nobody: then attention reads the keys and values it was given (no
-cache, or a cache of transformers that returns the whole past). Whatever would change the result and is not
-computed here raises.
+``PagedCache`` that marked the keys, or nobody: then attention reads the keys and values it was
+given (no cache, or a cache of transformers that returns the whole past). Whatever would change the
+result and is not computed here raises.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def register(name: str = "tinyllm") -> None:
     >>> register()
     >>> model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="tinyllm")
 
-    Raises: ValueError for a name with a slash (transformers would download it) or with "flash" in it
-    (transformers would look for a flash library).
+    Raises: ValueError for a name with a slash (transformers would download it) or with "flash" in
+    it (transformers would look for a flash library).
     """
     if "/" in name or "|" in name or "flash" in name:
         raise ValueError(
@@ -68,7 +68,8 @@ def attention(
     tl_batch: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in every layer; returns [B,T,H,D] in the type of ``query``, and no weights.
+    """What transformers calls in every layer; returns [B,T,H,D] in the type of ``query``, and no
+    weights.
 
     Raises: ValueError and RuntimeError that say what to do; the errors of ``paged_attention``.
     """
@@ -88,14 +89,20 @@ def attention(
     return out.to(query.dtype), None
 
 
-def _refuse(module: Any, tensors: tuple[Tensor, ...], dropout: float, kwargs: dict[str, Any]) -> None:
+def _refuse(
+    module: Any, tensors: tuple[Tensor, ...], dropout: float, kwargs: dict[str, Any]
+) -> None:
     """Raises for what is not computed here."""
     if dropout:
         raise ValueError(f"tinyllm attention: dropout = {dropout} is for training: model.eval()")
     if any(t.requires_grad for t in tensors):
-        raise RuntimeError("tinyllm attention has no backward pass: call the model under torch.no_grad()")
+        raise RuntimeError(
+            "tinyllm attention has no backward pass: call the model under torch.no_grad()"
+        )
     if any(t.device.type != "cpu" for t in tensors):
-        raise ValueError(f"tinyllm attention runs on the CPU, and the model is on {tensors[0].device}")
+        raise ValueError(
+            f"tinyllm attention runs on the CPU, and the model is on {tensors[0].device}"
+        )
     causal = kwargs.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal):
         raise ValueError(
@@ -107,7 +114,9 @@ def _refuse(module: Any, tensors: tuple[Tensor, ...], dropout: float, kwargs: di
             raise ValueError(f"tinyllm attention: {name} was given; {hint}")
 
 
-def attend_given(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
+def attend_given(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scoring: Scoring
+) -> Tensor:
     """Attention over the keys and values of the call, in their own type: the last query at the last key."""
     n_batch, n_heads, n_columns, _ = query.shape
     out = torch.zeros((n_batch, n_columns, n_heads, value.shape[-1]))
@@ -127,10 +136,14 @@ def attend_given(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
     return out
 
 
-def _over(rows: Tensor, key: Tensor, value: Tensor, n_rows: int, scoring: Scoring, out: Tensor) -> None:
+def _over(
+    rows: Tensor, key: Tensor, value: Tensor, n_rows: int, scoring: Scoring, out: Tensor
+) -> None:
     """``n_rows`` rows of each sequence over its keys and values, read in place: a block is a sequence."""
     n_batch, _, n_keys, _ = key.shape
-    view = KVView.from_arrays(_in_place(key), _in_place(value), dtype=str(key.dtype).removeprefix("torch."))
+    view = KVView.from_arrays(
+        _in_place(key), _in_place(value), dtype=str(key.dtype).removeprefix("torch.")
+    )
     paged_attention(
         as_f32(rows), view, np.arange(n_batch, dtype=np.int32)[:, None], [n_keys] * n_batch,
         cu_seqlens_q=np.arange(n_batch + 1, dtype=np.int32) * np.int32(n_rows),
@@ -141,12 +154,15 @@ def _over(rows: Tensor, key: Tensor, value: Tensor, n_rows: int, scoring: Scorin
 def _in_place(tensor: Tensor) -> NDArray[Any]:
     """The memory of K or V; bfloat16, which numpy does not have, as the integers it is."""
     tensor = tensor.detach() if tensor.stride(-1) == 1 else tensor.detach().contiguous()
-    array: NDArray[Any] = (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    array: NDArray[Any] = (
+        tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor
+    ).numpy()
     return array
 
 
 def padding_of(mask: Tensor, n_batch: int, n_columns: int) -> list[int]:
-    """How many columns of padding each sequence begins with, by the mask that transformers hands over.
+    """How many columns of padding each sequence begins with, by the mask that transformers hands
+    over.
 
     Raises: ValueError for a mask of another form: padding is on the left or nowhere.
     """
@@ -167,7 +183,8 @@ def padding_of(mask: Tensor, n_batch: int, n_columns: int) -> list[int]:
     return found
 
 
-# --- masks --------------------------------------------------------------------------------------------------
+# --- masks
+# --------------------------------------------------------------------------------------------------
 
 
 def padding_mask(
@@ -181,13 +198,14 @@ def padding_mask(
     cache_position: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """What transformers calls before the layers: the columns that are padding, bool [B,T], or None for none.
+    """What transformers calls before the layers: the columns that are padding, bool [B,T], or None
+    for none.
 
-    The causal edge and the window are the kernel's own. Sequences packed into one row give a mask that nobody
-    but a ``Packed`` batch accepts.
+    The causal edge and the window are the kernel's own. Sequences packed into one row give a mask
+    that nobody but a ``Packed`` batch accepts.
 
-    Raises: ValueError for a pattern that is neither causal nor a causal window, and for a cache longer than
-    what it holds (a static one).
+    Raises: ValueError for a pattern that is neither causal nor a causal window, and for a cache
+    longer than what it holds (a static one).
     """
     pattern = _pattern(mask_function)
     if pattern is None:
@@ -198,7 +216,9 @@ def padding_mask(
     end = q_offset + (q_length or 0)
     if q_length is None and cache_position is not None:  # before transformers 5.6
         end = int(cache_position[-1]) + 1
-    if kv_offset + kv_length > end:  # less is harmless: 5.0 counts one too many after a prompt in chunks
+    if (
+        kv_offset + kv_length > end
+    ):  # less is harmless: 5.0 counts one too many after a prompt in chunks
         raise ValueError(
             f"tinyllm attention: keys end at {kv_offset + kv_length} and queries at {end}, as in a static "
             "cache: use tinyllm.hf.PagedCache or a dynamic one"

@@ -27,15 +27,17 @@ from tinyllm.infer.paged import PagedKVCache
 __all__ = ["CACHE_KEYWORD", "PagedCache"]
 
 # What ``model(...)`` and ``generate()`` of this version call their cache: since 5.23 it is "cache".
-CACHE_KEYWORD: Final = "cache" if "cache" in signature(create_causal_mask).parameters else "past_key_values"
+CACHE_KEYWORD: Final = (
+    "cache" if "cache" in signature(create_causal_mask).parameters else "past_key_values"
+)
 
 _names = itertools.count()  # ids of sequences: caches that share a pool never meet
 
 
 @dataclass
 class _Step:
-    """What one forward brings, the same for every layer: for each sequence how many columns are padding, and
-    of those that bring tokens at all where their rows begin among the rows that count."""
+    """What one forward brings, the same for every layer: for each sequence how many columns are
+    padding, and of those that bring tokens at all where their rows begin among the rows that count."""
 
     mask: Tensor | None
     past: int
@@ -62,7 +64,9 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
     def lazy_initialization(self, *args: Any) -> None:
         self.is_initialized = True
 
-    def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         self.is_initialized = True
         self._cache.offer(self._index, key)
         return key, value
@@ -84,23 +88,28 @@ class PagedCache(Cache):  # type: ignore[misc]
     """A cache for ``generate()`` and ``model(...)``, whose keys and values lie in blocks of a pool.
 
     >>> with PagedCache(model.config, num_blocks=512) as cache:
-    ...     model.generate(ids, cache=cache, max_new_tokens=100)  # past_key_values=cache before 5.23
+    # past_key_values=cache before 5.23
+    ...     model.generate(ids, cache=cache, max_new_tokens=100)
 
-    config: the model's. num_blocks: blocks of ``block_size`` positions, of all layers each; a sequence of n
-    positions takes ceil(n / block_size), and every beam is a sequence. Their memory is reserved at the first
-    forward and touched when it is used.
-    threads: what attention runs on: None is as many threads as torch uses, else as for ``paged_attention``.
+    config: the model's. num_blocks: blocks of ``block_size`` positions, of all layers each; a
+    sequence of n positions takes ceil(n / block_size), and every beam is a sequence. Their memory
+    is reserved at the first forward and touched when it is used.
+    threads: what attention runs on: None is as many threads as torch uses, else as for
+    ``paged_attention``.
 
-    Beams, copies and repeated rows share blocks until they are written. ``copy.deepcopy`` makes such a copy
-    of the whole cache: many turns can go on from one prompt. ``crop`` gives blocks back, ``reset`` all of
-    them; the pool itself is kept until ``close``, before which copies should be done.
+    Beams, copies and repeated rows share blocks until they are written. ``copy.deepcopy`` makes
+    such a copy of the whole cache: many turns can go on from one prompt. ``crop`` gives blocks
+    back, ``reset`` all of them; the pool itself is kept until ``close``, before which copies should
+    be done.
     ``kv`` is the PagedKVCache, None before the first forward; ``seq_ids`` the ids in it, one a row.
     Keys and values are stored as float16: those of a float32 or bfloat16 model are rounded once.
     Not thread-safe.
 
-    Raises: ValueError for a model whose layers need something else (another type of attention than full and
-    sliding, keys shared by layers, no plain KV heads), and for sizes that are no positive integers.
-    OutOfBlocks (in a forward) where the pool is too small: the cache is then as before that forward.
+    Raises: ValueError for a model whose layers need something else (another type of attention than
+    full and sliding, keys shared by layers, no plain KV heads), and for sizes that are no positive
+    integers.
+    OutOfBlocks (in a forward) where the pool is too small: the cache is then as before that
+    forward.
     """
 
     def __init__(
@@ -121,7 +130,8 @@ class PagedCache(Cache):  # type: ignore[misc]
         self._finalizer = None if kv is None else weakref.finalize(self, _free, kv, rows)
         super().__init__(layers=[_Layer(self, i) for i in range(len(columns))])
 
-    # --- what the layers say ------------------------------------------------------------------------------
+    # --- what the layers say
+    # ------------------------------------------------------------------------------
 
     def offer(self, layer: int, key: Tensor) -> None:
         """Marks keys: so the attention function finds this cache, which stores them when it has the mask."""
@@ -143,13 +153,21 @@ class PagedCache(Cache):  # type: ignore[misc]
         self._offered = layer
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scoring: Scoring
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scoring: Scoring,
     ) -> Tensor:
         """Stores the new keys and values of one layer, then attention of its rows: [B,T,H,D]."""
         self._offered = None
         kv = self.kv
         if kv is None or key.shape != value.shape:
-            raise ValueError(f"PagedCache: keys are {tuple(key.shape)} and values {tuple(value.shape)}")
+            raise ValueError(
+                f"PagedCache: keys are {tuple(key.shape)} and values {tuple(value.shape)}"
+            )
         n_batch, n_heads, n_columns, width = query.shape
         step = self._next_step(layer, n_batch, n_columns, mask)
         self._store(kv, layer, step, as_stored(key), as_stored(value))
@@ -172,10 +190,14 @@ class PagedCache(Cache):  # type: ignore[misc]
             seq_ids = [self.seq_ids[s] for s in step.active]
             attend_sequences(kv, layer, seq_ids, step.starts, rows, scoring, self._threads, out)
 
-    def _store(self, kv: PagedKVCache, layer: int, step: _Step, k: NDArray[Any], v: NDArray[Any]) -> None:
+    def _store(
+        self, kv: PagedKVCache, layer: int, step: _Step, k: NDArray[Any], v: NDArray[Any]
+    ) -> None:
         try:
             for s in step.active:
-                kv.append(self.seq_ids[s], layer, k[s, :, step.skips[s] :], v[s, :, step.skips[s] :])
+                kv.append(
+                    self.seq_ids[s], layer, k[s, :, step.skips[s] :], v[s, :, step.skips[s] :]
+                )
         except BaseException as error:
             self._roll_back(kv, step)
             if isinstance(error, OutOfBlocks):
@@ -185,7 +207,9 @@ class PagedCache(Cache):  # type: ignore[misc]
     def _next_step(self, layer: int, n_batch: int, n_columns: int, mask: Tensor | None) -> _Step:
         """The step that ``layer`` is in: the one of the layer before, or a new one."""
         step, past = self._step, self.columns[layer]
-        if step is not None and (step.mask is mask and step.past == past and step.n_columns == n_columns):
+        if step is not None and (
+            step.mask is mask and step.past == past and step.n_columns == n_columns
+        ):
             return step
         if not self.seq_ids:
             self._add_rows(n_batch)
@@ -220,7 +244,9 @@ class PagedCache(Cache):  # type: ignore[misc]
         """
         assert self.kv is not None
         if layer == 0 and len(set(self.columns)) > 1:
-            raise RuntimeError("PagedCache: a forward was cut short, and layers differ in length: reset()")
+            raise RuntimeError(
+                "PagedCache: a forward was cut short, and layers differ in length: reset()"
+            )
         held = [self.kv.seq_len(seq_id, layer) for seq_id in self.seq_ids]
         for row, (n, pad) in enumerate(zip(held, pads, strict=True)):
             if n != max(past - pad, 0):
@@ -246,11 +272,12 @@ class PagedCache(Cache):  # type: ignore[misc]
             "at their longest, each beam being one. The cache is as before this forward"
         )
 
-    # --- what generate() does to the whole cache ----------------------------------------------------------
+    # --- what generate() does to the whole cache
+    # ----------------------------------------------------------
 
     def crop(self, n: int) -> None:
-        """Below 0: takes the last ``-n`` columns away. Above 0: keeps the first n, as transformers meant it
-        before 5.23. 0 changes nothing."""
+        """Below 0: takes the last ``-n`` columns away. Above 0: keeps the first n, as transformers
+        meant it before 5.23. 0 changes nothing."""
         n_columns = self.columns[0]
         keep = n_columns if n == 0 else max(n_columns + n, 0) if n < 0 else min(n, n_columns)
         if keep == n_columns or self.kv is None:
@@ -290,13 +317,18 @@ class PagedCache(Cache):  # type: ignore[misc]
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
         """A cache with the same content, in the same pool, sharing blocks: ``copy.deepcopy(cache)``."""
         twin: PagedCache = type(self).__new__(type(self))
-        twin._num_blocks, twin._block_size, twin._threads = self._num_blocks, self._block_size, self._threads
+        twin._num_blocks, twin._block_size, twin._threads = (
+            self._num_blocks,
+            self._block_size,
+            self._threads,
+        )
         forks = [] if self.kv is None else self._forks(range(len(self.seq_ids)))
         twin._begin(self.kv, forks, list(self.columns))
         twin._closed, twin._is_copy = self._closed, self.kv is not None
         return twin
 
-    # --- lifetime -----------------------------------------------------------------------------------------
+    # --- lifetime
+    # -----------------------------------------------------------------------------------------
 
     def reset(self) -> None:
         """Gives all blocks back; the next forward may bring another batch."""
@@ -306,8 +338,8 @@ class PagedCache(Cache):  # type: ignore[misc]
         self._set_columns(0)
 
     def close(self) -> None:
-        """Gives the pool back, or of a copy the blocks that it holds; nothing happens the second time. Using
-        the cache then raises ClosedError, and so do copies of one that is closed."""
+        """Gives the pool back, or of a copy the blocks that it holds; nothing happens the second
+        time. Using the cache then raises ClosedError, and so do copies of one that is closed."""
         if self.kv is not None:
             _free(self.kv, self.seq_ids)
             if not self._is_copy:

@@ -19,7 +19,9 @@ def layers_of(fn: str, config: Any) -> int:
             f"{fn}: layers of kind {sorted(kinds)}; only full and sliding attention are supported"
         )
     if getattr(text, "num_kv_shared_layers", 0):
-        raise ValueError(f"{fn}: {text.num_kv_shared_layers} layers share the keys of others: not supported")
+        raise ValueError(
+            f"{fn}: {text.num_kv_shared_layers} layers share the keys of others: not supported"
+        )
     if getattr(text, "kv_lora_rank", None):
         raise ValueError(f"{fn}: a model with compressed keys (MLA) has no plain KV heads")
     return n_layers

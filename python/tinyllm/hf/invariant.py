@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: MIT
 """A model in which no row can see its neighbours.
 
-Attention of the library gives a row the same bits in any batch. A model keeps that only if all else does, and
-torch does not: it picks a matrix kernel by the number of rows, and the last few elements of a vector loop may
-be computed in another way than the rest, wherever an array happens to end or threads happen to cut it. So
-here every module that multiplies, sums or calls a transcendental function works in pieces of one size: matrix
-products and norms on tiles of 16 rows, rotary tables on 16 positions, activations on 8192 elements; the last
-piece is filled up. What is left, +, -, *, / and sqrt of elements, is rounded correctly wherever it stands.
+Attention of the library gives a row the same bits in any batch. A model keeps that only if all else
+does, and torch does not: it picks a matrix kernel by the number of rows, and the last few elements
+of a vector loop may be computed in another way than the rest, wherever an array happens to end or
+threads happen to cut it. So here every module that multiplies, sums or calls a transcendental
+function works in pieces of one size: matrix products and norms on tiles of 16 rows, rotary tables
+on 16 positions, activations on 8192 elements; the last piece is filled up. What is left, +, -, *, /
+and sqrt of elements, is rounded correctly wherever it stands.
 """
 
 from __future__ import annotations
@@ -23,17 +24,23 @@ from tinyllm.hf.rows import Tensor
 __all__ = ["FixedTileLinear", "make_batch_invariant"]
 
 TILE: Final = 16  # rows of every matrix product
-_ELEMENTS: Final = 8192  # of an activation at once: whole vectors, and too few for torch to share out
+_ELEMENTS: Final = (
+    8192  # of an activation at once: whole vectors, and too few for torch to share out
+)
 _ACTIVATIONS: Final = ("transformers.activations", "torch.nn.modules.activation")
-_DEPENDS_ON_ALL: Final = ("dynamic", "longrope")  # frequencies that follow the longest sequence of a batch
+_DEPENDS_ON_ALL: Final = (
+    "dynamic",
+    "longrope",
+)  # frequencies that follow the longest sequence of a batch
 
 
 class FixedTileLinear(nn.Linear):  # type: ignore[misc]
     """An ``nn.Linear`` in which each row of the result is a function of the same row of x alone.
 
-    Made from a linear layer, whose parameters it shares. Rows go through the matrix product 16 at a time, the
-    last tile filled up with zeros. Where that product treats the places of a tile differently (tried once for
-    each number of threads) every row gets a tile of its own: slow, and right.
+    Made from a linear layer, whose parameters it shares. Rows go through the matrix product 16 at a
+    time, the last tile filled up with zeros. Where that product treats the places of a tile
+    differently (tried once for each number of threads) every row gets a tile of its own: slow, and
+    right.
     """
 
     def __init__(self, linear: Any) -> None:
@@ -68,15 +75,18 @@ class FixedTileLinear(nn.Linear):  # type: ignore[misc]
 def make_batch_invariant(model: Any) -> Any:
     """Makes a model, in place, give a row the same bits whatever else is in the batch; returns it.
 
-    Replaces every ``nn.Linear`` by a FixedTileLinear over the same parameters, and lets norms, rotary tables
-    and activations work in pieces of one size. Names of parameters stay. A second time changes nothing.
+    Replaces every ``nn.Linear`` by a FixedTileLinear over the same parameters, and lets norms,
+    rotary tables and activations work in pieces of one size. Names of parameters stay. A second
+    time changes nothing.
     The bits are those of one machine, one build of torch and one number of torch's threads.
 
-    Raises: ValueError for a model with parts that cannot be made so, before anything is changed: weights in
-    modules that are neither linear layers, embeddings nor norms (experts of a mixture, convolutions), rotary
-    frequencies that follow the longest sequence, a soft cap of the logits.
+    Raises: ValueError for a model with parts that cannot be made so, before anything is changed:
+    weights in modules that are neither linear layers, embeddings nor norms (experts of a mixture,
+    convolutions), rotary frequencies that follow the longest sequence, a soft cap of the logits.
     """
-    changes = [change for name, module in model.named_modules() if (change := _change(name, module))]
+    changes = [
+        change for name, module in model.named_modules() if (change := _change(name, module))
+    ]
     if getattr(model.config.get_text_config(decoder=True), "final_logit_softcapping", None):
         raise ValueError(
             "make_batch_invariant: the model caps its logits outside of any module; set "
@@ -107,7 +117,9 @@ def _change(name: str, module: Any) -> Change | None:
     if kind.endswith("RotaryEmbedding"):
         kinds = getattr(module, "rope_type", "default")
         if set(kinds.values() if isinstance(kinds, dict) else [kinds]) & set(_DEPENDS_ON_ALL):
-            raise ValueError(f"make_batch_invariant: {name}: {kinds} frequencies follow the longest sequence")
+            raise ValueError(
+                f"make_batch_invariant: {name}: {kinds} frequencies follow the longest sequence"
+            )
         return name, module, _rotary
     weights = [own for own, p in module.named_parameters(recurse=False) if p.dim() > 1]
     if weights:
@@ -125,14 +137,20 @@ def _norm(module: Any, x: Tensor) -> Tensor:
 
 
 def _activation(module: Any, x: Tensor) -> Tensor:
-    return _in_pieces(partial(type(module).forward, module), x.reshape(-1), _ELEMENTS).reshape(x.shape)
+    return _in_pieces(partial(type(module).forward, module), x.reshape(-1), _ELEMENTS).reshape(
+        x.shape
+    )
 
 
-def _rotary(module: Any, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+def _rotary(
+    module: Any, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor]:
     """cos and sin [B,T,D] of 16 positions at a time."""
 
     def run(positions: Tensor) -> Tensor:
-        return torch.stack(type(module).forward(module, x, positions[None], *args, **kwargs), dim=2)[0]
+        return torch.stack(
+            type(module).forward(module, x, positions[None], *args, **kwargs), dim=2
+        )[0]
 
     both = _in_pieces(run, position_ids.reshape(-1), TILE)
     cos, sin = both.reshape(*position_ids.shape, *both.shape[1:]).unbind(-2)

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""Many sequences packed into one forward: a transformers model as the model of an engine of one's own.
+"""Many sequences packed into one forward: a transformers model as the model of an engine of one's
+own.
 
-Chunks of prompts and single tokens stand side by side in a row [1,T] without padding; a ``Packed`` batch says
-which are whose, and reaches the attention function as the keyword ``tl_batch``, which transformers passes on.
+Chunks of prompts and single tokens stand side by side in a row [1,T] without padding; a ``Packed``
+batch says which are whose, and reaches the attention function as the keyword ``tl_batch``, which
+transformers passes on.
 """
 
 from __future__ import annotations
@@ -33,42 +35,53 @@ def new_kv(config: Any, num_blocks: int, block_size: int = 16) -> PagedKVCache:
     Raises: ValueError for a model it cannot serve, and as PagedKVCache.
     """
     n_kv_heads, width = kv_shape_of(config)
-    return PagedKVCache(None, num_blocks, block_size, layers_of("new_kv", config), n_kv_heads, width)
+    return PagedKVCache(
+        None, num_blocks, block_size, layers_of("new_kv", config), n_kv_heads, width
+    )
 
 
 class Packed:
-    """The batch of one forward over ``kv``: sequence s brings counts[s] >= 1 tokens; in input_ids [1,T] they
-    stand one sequence after the other.
+    """The batch of one forward over ``kv``: sequence s brings counts[s] >= 1 tokens; in input_ids
+    [1,T] they stand one sequence after the other.
 
     >>> batch = Packed(kv, ["a", "b"], [5, 1])
     >>> model(input_ids=ids, position_ids=batch.position_ids, use_cache=False, tl_batch=batch)
 
-    position_ids: int64 [1,T], from what the sequences hold when the batch is made. last: int64 [B], the place
-    of each sequence's last token in the row, for ``logits_to_keep``.
-    A batch serves one forward, which appends to every sequence in every layer; where it fails ``truncate``
-    takes back what it has appended.
+    position_ids: int64 [1,T], from what the sequences hold when the batch is made. last: int64 [B],
+    the place of each sequence's last token in the row, for ``logits_to_keep``.
+    A batch serves one forward, which appends to every sequence in every layer; where it fails
+    ``truncate`` takes back what it has appended.
 
     Raises: KeyError for an unknown sequence; ValueError where one comes twice or brings nothing.
     """
 
     def __init__(
-        self, kv: PagedKVCache, seq_ids: Sequence[Hashable], counts: Sequence[int], *, threads: Threads = None
+        self,
+        kv: PagedKVCache,
+        seq_ids: Sequence[Hashable],
+        counts: Sequence[int],
+        *,
+        threads: Threads = None,
     ) -> None:
         if len(seq_ids) != len(counts) or len(set(seq_ids)) != len(seq_ids):
             raise ValueError(
                 f"Packed: {len(seq_ids)} sequences, each once, with as many counts, not {len(counts)}"
             )
         if not seq_ids or min(counts) < 1:
-            raise ValueError(f"Packed: every sequence brings at least one token, counts are {list(counts)}")
+            raise ValueError(
+                f"Packed: every sequence brings at least one token, counts are {list(counts)}"
+            )
         self._kv, self._seq_ids, self._threads = kv, list(seq_ids), threads
         held = [kv.seq_len(seq_id) for seq_id in seq_ids]
         self._starts = np.cumsum([0, *counts], dtype=np.int32)
-        self.position_ids = torch.cat([torch.arange(h, h + n) for h, n in zip(held, counts, strict=True)])[
-            None
-        ]
+        self.position_ids = torch.cat(
+            [torch.arange(h, h + n) for h, n in zip(held, counts, strict=True)]
+        )[None]
         self.last = torch.from_numpy(self._starts[1:].astype(np.int64) - 1)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
+    ) -> Tensor:
         """Stores the new keys and values of one layer, then attention of all rows: [1,T,H,D]."""
         n_batch, n_heads, n_rows, width = query.shape
         if (n_batch, n_rows) != (1, self._starts[-1]) or key.shape[2] != n_rows:
@@ -81,7 +94,14 @@ class Packed:
             self._kv.append(seq_id, layer, k[:, begin:end], v[:, begin:end])
         out = torch.empty((1, n_rows, n_heads, width))
         attend_sequences(
-            self._kv, layer, self._seq_ids, self._starts, rows_of(query), scoring, self._threads, out[0]
+            self._kv,
+            layer,
+            self._seq_ids,
+            self._starts,
+            rows_of(query),
+            scoring,
+            self._threads,
+            out[0],
         )
         return out
 
@@ -89,8 +109,8 @@ class Packed:
 def forward_packed(
     model: Any, kv: PagedKVCache, work: Mapping[Hashable, Sequence[int]], *, threads: Threads = None
 ) -> Tensor:
-    """Appends the new tokens of some sequences in one forward: logits [len(work), vocabulary] after the last
-    of each, in order.
+    """Appends the new tokens of some sequences in one forward: logits [len(work), vocabulary] after
+    the last of each, in order.
 
     model: a causal language model of transformers whose attn_implementation is "tinyllm".
     kv: from ``new_kv``; its sequences are begun, forked and ended by the caller.

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: MIT
 """Tensors of transformers as the arrays of the library, and back.
 
-Words. T columns: what a forward brings for every sequence of its batch, padding included. row: one query of
-one sequence. Tensors come as [B,H,T,D] views of [B,T,H,D] memory; by strides that is rows [B*T,H,D] as it is.
+Words. T columns: what a forward brings for every sequence of its batch, padding included. row: one
+query of one sequence. Tensors come as [B,H,T,D] views of [B,T,H,D] memory; by strides that is rows
+[B*T,H,D] as it is.
 """
 
 from __future__ import annotations
@@ -44,9 +45,11 @@ def as_f32(tensor: Tensor) -> NDArray[np.float32]:
 
 
 def as_stored(tensor: Tensor) -> NDArray[Any]:
-    """The memory of a float32 or float16 tensor, which a pool rounds to float16 by itself; of bfloat16, which
-    numpy does not have, a float32 copy."""
-    array: NDArray[Any] = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).detach().numpy()
+    """The memory of a float32 or float16 tensor, which a pool rounds to float16 by itself; of
+    bfloat16, which numpy does not have, a float32 copy."""
+    array: NDArray[Any] = (
+        (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).detach().numpy()
+    )
     return array
 
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: MIT
 """PagedKVCache: sequences over a pool of KV blocks; mirrors ``tinyllm/kv_pool.h``.
 
-Words. table: the block ids of a sequence in order; position j is slot j % b of table[j // b], b = block_size.
-length: positions one layer of a sequence holds; layers are appended one by one, so lengths may differ for a
-while. fill: positions of a block that every layer holds. gone: how many blocks at the front of a sequence
-were given back; their entries in the table name no block.
+Words. table: the block ids of a sequence in order; position j is slot j % b of table[j // b], b =
+block_size.
+length: positions one layer of a sequence holds; layers are appended one by one, so lengths may
+differ for a while. fill: positions of a block that every layer holds. gone: how many blocks at the
+front of a sequence were given back; their entries in the table name no block.
 """
 
 from __future__ import annotations
@@ -93,9 +94,11 @@ class BatchTable:
 
 
 class PagedKVCache:
-    """K and V of many sequences in blocks of ``block_size`` positions, shared by fork, copied when written.
+    """K and V of many sequences in blocks of ``block_size`` positions, shared by fork, copied when
+    written.
 
-    Not thread-safe: the caller serialises calls; any number of threads may decode while nobody writes.
+    Not thread-safe: the caller serialises calls; any number of threads may decode while nobody
+    writes.
 
     >>> with PagedKVCache(None, num_blocks=64, block_size=16, n_layers=2, n_kv_heads=2, d_head=64) as cache:
     ...     cache.add_seq("a")
@@ -104,17 +107,24 @@ class PagedKVCache:
     ...     cache.fork("a", "b")
 
     lib: a loaded library; None is the default one.
-    seq_id, in every method: a sequence, by any hashable value. One that is unknown raises KeyError, a closed
-    cache ClosedError.
-    num_blocks, block_size, n_layers, n_kv_heads, d_head: how many blocks there are, positions in one, layers,
-    KV heads and elements of a row.
+    seq_id, in every method: a sequence, by any hashable value. One that is unknown raises KeyError,
+    a closed cache ClosedError.
+    num_blocks, block_size, n_layers, n_kv_heads, d_head: how many blocks there are, positions in
+    one, layers, KV heads and elements of a row.
 
-    Raises: ValueError for a size that is no positive integer below 2**32 (num_blocks: 2**31), or for a pool
-    beyond the address space; TlError (``TL_ENOMEM``) where its memory cannot be reserved.
+    Raises: ValueError for a size that is no positive integer below 2**32 (num_blocks: 2**31), or
+    for a pool beyond the address space; TlError (``TL_ENOMEM``) where its memory cannot be
+    reserved.
     """
 
     def __init__(
-        self, lib: Lib | None, num_blocks: int, block_size: int, n_layers: int, n_kv_heads: int, d_head: int
+        self,
+        lib: Lib | None,
+        num_blocks: int,
+        block_size: int,
+        n_layers: int,
+        n_kv_heads: int,
+        d_head: int,
     ) -> None:
         fn = "PagedKVCache"
         self.num_blocks = integer(fn, "num_blocks", num_blocks, 1, INT32_MAX, ValueError)
@@ -148,7 +158,8 @@ class PagedKVCache:
                 raise ValueError(f"PagedKVCache: {error.message}") from error
             raise
 
-    # --- sequences ------------------------------------------------------------------------------------------
+    # --- sequences
+    # ------------------------------------------------------------------------------------------
 
     def add_seq(self, seq_id: Hashable) -> None:
         """Begins an empty sequence. Raises ValueError where ``seq_id`` is live."""
@@ -157,7 +168,8 @@ class PagedKVCache:
             self._sequences[seq_id] = _Sequence(np.empty(0, np.uint32), [0] * self.n_layers)
 
     def fork(self, parent: Hashable, child: Hashable) -> None:
-        """Begins ``child`` with everything ``parent`` holds. They share its blocks until one of them writes.
+        """Begins ``child`` with everything ``parent`` holds. They share its blocks until one of
+        them writes.
 
         Raises: ValueError where ``child`` is live.
         """
@@ -179,14 +191,14 @@ class PagedKVCache:
             self._unref(pool, sequence.blocks())
 
     def truncate(self, seq_id: Hashable, length: int) -> None:
-        """Forgets what a sequence holds from position ``length`` on, in every layer, and gives up the blocks
-        that lie wholly behind it, the last one first: a draft that was not accepted.
+        """Forgets what a sequence holds from position ``length`` on, in every layer, and gives up
+        the blocks that lie wholly behind it, the last one first: a draft that was not accepted.
 
-        A cut block that another sequence or the prefix index holds stays as it is for them, and the next
-        append copies it.
+        A cut block that another sequence or the prefix index holds stays as it is for them, and the
+        next append copies it.
 
-        Raises: TypeError for a length that is no integer; ValueError for one beyond the longest layer, or one
-        other than 0 in what ``trim_front`` gave back. Then nothing has changed.
+        Raises: TypeError for a length that is no integer; ValueError for one beyond the longest
+        layer, or one other than 0 in what ``trim_front`` gave back. Then nothing has changed.
         """
         with self._handle as pool:
             sequence = self._sequence("truncate", seq_id)
@@ -206,11 +218,11 @@ class PagedKVCache:
             self._unref(pool, freed)
 
     def trim_front(self, seq_id: Hashable, window: int) -> None:
-        """Gives up the blocks that no layer's last ``window`` positions reach: a model that sees no further
-        has no use for them.
+        """Gives up the blocks that no layer's last ``window`` positions reach: a model that sees no
+        further has no use for them.
 
-        The lengths stay, and so do the places in the table: -1 there. Attention with that window or a smaller
-        one goes on as before; what would read the lost positions raises ValueError.
+        The lengths stay, and so do the places in the table: -1 there. Attention with that window or
+        a smaller one goes on as before; what would read the lost positions raises ValueError.
 
         Raises: TypeError for a window that is no integer, ValueError for one below 1.
         """
@@ -230,15 +242,15 @@ class PagedKVCache:
     def append(self, seq_id: Hashable, layer: int, k: NDArray[Any], v: NDArray[Any]) -> None:
         """Adds T >= 1 positions to one layer of a sequence.
 
-        k, v: float16, float32 or float64 [n_kv_heads, T, d_head], any strides. Stored as f16: float16 bit for
-        bit, the others rounded once to the nearest (ties to even; overflow is infinity, NaN is 0x7E00). They
-        are not kept. What is copied on the way: float64, and a float32 K and V whose strides differ from each
-        other or whose last axis is not contiguous.
-        Blocks about to be written that another sequence holds, or that are registered in the prefix index,
-        are copied first.
+        k, v: float16, float32 or float64 [n_kv_heads, T, d_head], any strides. Stored as f16:
+        float16 bit for bit, the others rounded once to the nearest (ties to even; overflow is
+        infinity, NaN is 0x7E00). They are not kept. What is copied on the way: float64, and a
+        float32 K and V whose strides differ from each other or whose last axis is not contiguous.
+        Blocks about to be written that another sequence holds, or that are registered in the prefix
+        index, are copied first.
 
-        Raises: OutOfBlocks where the pool cannot give all blocks needed; TypeError for another dtype;
-        ValueError for a bad shape or layer. Then nothing has changed.
+        Raises: OutOfBlocks where the pool cannot give all blocks needed; TypeError for another
+        dtype; ValueError for a bad shape or layer. Then nothing has changed.
         """
         with self._handle as pool:
             sequence = self._sequence("append", seq_id)
@@ -251,12 +263,16 @@ class PagedKVCache:
             begin = sequence.lengths[layer]
             end = begin + n_tokens
             if end > INT32_MAX:
-                raise ValueError(f"append: {begin} + {n_tokens} positions are more than {INT32_MAX}")
+                raise ValueError(
+                    f"append: {begin} + {n_tokens} positions are more than {INT32_MAX}"
+                )
 
             old, b = sequence.table, self.block_size
             first, last = begin // b, -(-end // b)  # the blocks that are written: table[first:last]
             copied = [
-                i for i in range(first, min(last, len(old))) if not self._is_writable(pool, sequence, i)
+                i
+                for i in range(first, min(last, len(old)))
+                if not self._is_writable(pool, sequence, i)
             ]
             fresh = self._take(pool, seq_id, len(copied), max(0, last - len(old)))
             try:
@@ -287,21 +303,24 @@ class PagedKVCache:
         sequence.lengths[layer] = end
         complete = min(sequence.lengths)
         if complete > complete_before:
-            # This layer was the one that held the fills back: their blocks are among those just written.
+            # This layer was the one that held the fills back: their blocks are among those just
+            # written.
             self.lib.tl_kv_set_length(pool, u32_ptr(table), len(table), complete_before, complete)
         for i in copied:
             self.lib.tl_kv_set_fill(pool, int(table[i]), self._fill(complete, i))
         self._copies += len(copied)
         self._unref(pool, [int(old[i]) for i in copied])
 
-    # --- moving ---------------------------------------------------------------------------------------------
+    # --- moving
+    # ---------------------------------------------------------------------------------------------
 
     def export_seq(self, seq_id: Hashable) -> bytearray:
-        """What a sequence holds, as bytes for ``import_seq`` of a cache of the same sizes, anywhere: K and V
-        of all layers with a checksum (the envelope of ``tl_kv_export``), a function of what was stored.
+        """What a sequence holds, as bytes for ``import_seq`` of a cache of the same sizes,
+        anywhere: K and V of all layers with a checksum (the envelope of ``tl_kv_export``), a
+        function of what was stored.
 
-        Raises: ValueError where layers hold different numbers of positions or none, or where ``trim_front``
-        gave blocks back.
+        Raises: ValueError where layers hold different numbers of positions or none, or where
+        ``trim_front`` gave blocks back.
         """
         with self._handle as pool:
             sequence = self._sequence("export_seq", seq_id)
@@ -315,12 +334,13 @@ class PagedKVCache:
             return export_blocks(self.lib, pool, sequence.table)
 
     def import_seq(self, seq_id: Hashable, envelope: bytes | bytearray | memoryview) -> None:
-        """Begins a sequence with ``envelope``, which ``export_seq`` made: every bit of K and V, in other
-        blocks.
+        """Begins a sequence with ``envelope``, which ``export_seq`` made: every bit of K and V, in
+        other blocks.
 
         Any bytes are safe. The pool may have more or fewer blocks than the one they come from.
-        Raises: TypeError for what holds no bytes; ValueError where ``seq_id`` is live, and for bytes that are
-        damaged, of a cache of other sizes, or of no sequence; OutOfBlocks. Then nothing has changed.
+        Raises: TypeError for what holds no bytes; ValueError where ``seq_id`` is live, and for
+        bytes that are damaged, of a cache of other sizes, or of no sequence; OutOfBlocks. Then
+        nothing has changed.
         """
         with self._handle as pool:
             self._refuse_live("import_seq", seq_id)
@@ -339,7 +359,8 @@ class PagedKVCache:
             self._pool_stats(pool)
             self._sequences[seq_id] = _Sequence(table, [sum(fills)] * self.n_layers)
 
-    # --- looking --------------------------------------------------------------------------------------------
+    # --- looking
+    # --------------------------------------------------------------------------------------------
 
     @property
     def pool(self) -> int:
@@ -348,8 +369,8 @@ class PagedKVCache:
             return pool
 
     def view(self, layer: int) -> KVView:
-        """Where one layer lies, for ``paged_attention`` to read until ``close()``. Raises ValueError for a
-        bad layer.
+        """Where one layer lies, for ``paged_attention`` to read until ``close()``. Raises
+        ValueError for a bad layer.
 
         >>> tables, lengths = [cache.block_table("a")], [cache.seq_len("a")]
         >>> out = paged_attention(q, cache.view(0), tables, lengths, cu_seqlens_q=[0, len(q)])
@@ -360,8 +381,8 @@ class PagedKVCache:
             return KVView(struct, "float16", self, owner=self._handle, lib=self.lib)
 
     def block_table(self, seq_id: Hashable) -> NDArray[np.int32]:
-        """A copy of the table: int32 [ceil(longest layer / block_size)]; -1 where ``trim_front`` gave a block
-        up."""
+        """A copy of the table: int32 [ceil(longest layer / block_size)]; -1 where ``trim_front``
+        gave a block up."""
         with self._handle:
             sequence = self._sequence("block_table", seq_id)
             return sequence.table.astype(np.int32)
@@ -372,9 +393,11 @@ class PagedKVCache:
             sequence = self._sequence("seq_len", seq_id)
             return sequence.lengths[self._layer("seq_len", layer)]
 
-    def gather(self, seq_id: Hashable, layer: int) -> tuple[NDArray[np.float16], NDArray[np.float16]]:
-        """Copies of one layer's K and V: float16 [n_kv_heads, length, d_head] each. Raises ValueError for a
-        bad layer, or a sequence whose front was trimmed."""
+    def gather(
+        self, seq_id: Hashable, layer: int
+    ) -> tuple[NDArray[np.float16], NDArray[np.float16]]:
+        """Copies of one layer's K and V: float16 [n_kv_heads, length, d_head] each. Raises
+        ValueError for a bad layer, or a sequence whose front was trimmed."""
         with self._handle as pool:
             sequence = self._sequence("gather", seq_id)
             layer = self._layer("gather", layer)
@@ -403,10 +426,11 @@ class PagedKVCache:
         return stats["free"] + stats["cached"]
 
     def snapshot(self, path: str | os.PathLike[str] | None = None) -> Snapshot:
-        """What the pool and its sequences look like now, for pictures and counters; with ``path`` it is also
-        written there (``Snapshot.save``). K and V are not part of it.
+        """What the pool and its sequences look like now, for pictures and counters; with ``path``
+        it is also written there (``Snapshot.save``). K and V are not part of it.
 
-        It costs one pass over the states of all blocks. Nothing may be written to the cache meanwhile.
+        It costs one pass over the states of all blocks. Nothing may be written to the cache
+        meanwhile.
 
         Raises: OSError where ``path`` cannot be written.
         """
@@ -415,7 +439,8 @@ class PagedKVCache:
         with self._handle as pool:
             stats = self._pool_stats(pool)
             sequences = tuple(
-                sequence_state(seq_id, s.table, s.gone, s.lengths) for seq_id, s in self._sequences.items()
+                sequence_state(seq_id, s.table, s.gone, s.lengths)
+                for seq_id, s in self._sequences.items()
             )
             taken = Snapshot(
                 num_blocks=self.num_blocks,
@@ -436,15 +461,16 @@ class PagedKVCache:
         return taken
 
     def look(self, mass: Mapping[Hashable, NDArray[np.floating[Any]]] | None = None) -> Picture:
-        """A picture of the pool and its block tables as they are now: printed it is text for a terminal, in a
-        notebook SVG; ``look().save("cache.svg")`` keeps it.
+        """A picture of the pool and its block tables as they are now: printed it is text for a
+        terminal, in a notebook SVG; ``look().save("cache.svg")`` keeps it.
 
-        mass: what ``attention_mass`` says of a sequence, float [H,n] or [n], drawn beside its table.
+        mass: what ``attention_mass`` says of a sequence, float [H,n] or [n], drawn beside its
+        table.
 
         >>> print(cache.look())
 
-        Raises: KeyError for an unknown sequence in ``mass``; TypeError, ValueError for what is no float array
-        over its table.
+        Raises: KeyError for an unknown sequence in ``mass``; TypeError, ValueError for what is no
+        float array over its table.
         """
         from tinyllm.observe.picture import Picture
 
@@ -455,12 +481,14 @@ class PagedKVCache:
         return Picture(taken, {places[seq_id]: a for seq_id, a in (mass or {}).items()})
 
     def metrics(self, **labels: str) -> str:
-        """The counters of ``snapshot()`` as Prometheus reads them (text format 0.0.4), with these labels.
+        """The counters of ``snapshot()`` as Prometheus reads them (text format 0.0.4), with these
+        labels.
 
         >>> cache.metrics(model="smollm2").splitlines()[2]
         'tinyllm_kv_cache_usage_ratio{model="smollm2"} 0.25'
 
-        Raises: ValueError for a name that labels cannot have; TypeError for a value that is no string.
+        Raises: ValueError for a name that labels cannot have; TypeError for a value that is no
+        string.
         """
         from tinyllm.observe.metrics import prometheus
 
@@ -469,10 +497,12 @@ class PagedKVCache:
     def _repr_svg_(self) -> str:
         return self.look().svg()
 
-    # --- lifetime -------------------------------------------------------------------------------------------
+    # --- lifetime
+    # -------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Gives the pool back; nothing happens the second time. Collection and interpreter exit do it too.
+        """Gives the pool back; nothing happens the second time. Collection and interpreter exit do
+        it too.
 
         Raises: RuntimeError while another thread is inside a call on this cache.
         """
@@ -491,10 +521,12 @@ class PagedKVCache:
         sizes = ("num_blocks", "block_size", "n_layers", "n_kv_heads", "d_head")
         return f"PagedKVCache({', '.join(f'{name}={getattr(self, name)}' for name in sizes)})"
 
-    # --- decode ---------------------------------------------------------------------------------------------
+    # --- decode
+    # ---------------------------------------------------------------------------------------------
 
     def _borrow(self, fn: str, seq_ids: Sequence[Hashable], layer: int, window: int) -> BatchTable:
-        """The tables and lengths of one sequence or more, for one call, which puts them into ``_spare``.
+        """The tables and lengths of one sequence or more, for one call, which puts them into
+        ``_spare``.
 
         Raises: KeyError; ValueError where one holds nothing in ``layer``, or not all of ``window``.
         """
@@ -509,7 +541,9 @@ class PagedKVCache:
             )
         for seq_id, sequence, length in zip(seq_ids, sequences, lengths, strict=True):
             if sequence.gone:
-                self._refuse_gone(fn, seq_id, sequence, max(length - window, 0) if window > 0 else 0)
+                self._refuse_gone(
+                    fn, seq_id, sequence, max(length - window, 0) if window > 0 else 0
+                )
         rows, width = len(sequences), max([len(sequence.table) for sequence in sequences])
         try:
             batch = self._spare.pop()  # nobody else has it now, in whichever thread
@@ -521,7 +555,8 @@ class PagedKVCache:
         batch.fill(sequences, self._version)
         return batch
 
-    # --- inside ---------------------------------------------------------------------------------------------
+    # --- inside
+    # ---------------------------------------------------------------------------------------------
 
     def _sequence(self, fn: str, seq_id: Hashable) -> _Sequence:
         try:
@@ -569,13 +604,17 @@ class PagedKVCache:
         Raises: ValueError where no sequence lies in blocks like that.
         """
         n = int.from_bytes(envelope[8:12].tobytes(), "little")
-        if len(envelope) < TL_KV_ENVELOPE_HEADER or len(envelope) != self.lib.tl_kv_export_bytes(pool, n):
+        if len(envelope) < TL_KV_ENVELOPE_HEADER or len(envelope) != self.lib.tl_kv_export_bytes(
+            pool, n
+        ):
             return [0] * min(n, len(envelope))  # something is amiss, and the import says what
         record = TL_KV_RECORD_HEADER + self.lib.tl_kv_block_bytes(pool)
         words = (envelope[TL_KV_ENVELOPE_HEADER + i * record + 8 :][:4].tobytes() for i in range(n))
         fills = [int.from_bytes(word, "little") for word in words]
         if n == 0 or any(fill != self.block_size for fill in fills[:-1]):
-            raise ValueError(f"import_seq: {n} blocks with {fills[:8]} ... positions are no sequence's")
+            raise ValueError(
+                f"import_seq: {n} blocks with {fills[:8]} ... positions are no sequence's"
+            )
         return fills
 
     def _is_writable(self, pool: int, sequence: _Sequence, i: int) -> bool:
@@ -630,32 +669,57 @@ class PagedKVCache:
         new[...] = old
 
     def _write(
-        self, pool: int, layer: int, table: NDArray[np.uint32], begin: int, k: NDArray[Any], v: NDArray[Any]
+        self,
+        pool: int,
+        layer: int,
+        table: NDArray[np.uint32],
+        begin: int,
+        k: NDArray[Any],
+        v: NDArray[Any],
     ) -> None:
         """Stores K and V, both float32 with the same strides or both float16, from position ``begin`` on."""
         n_tokens = k.shape[1]
         if k.dtype == F32:
             head, token = k.strides[0] // F32.itemsize, k.strides[1] // F32.itemsize
             self.lib.tl_kv_append_f32(
-                pool, layer, u32_ptr(table), len(table), begin, n_tokens, f32_ptr(k), f32_ptr(v), head, token
+                pool,
+                layer,
+                u32_ptr(table),
+                len(table),
+                begin,
+                n_tokens,
+                f32_ptr(k),
+                f32_ptr(v),
+                head,
+                token,
             )
             return
         for block, slots, span in self._pieces(table, begin, begin + n_tokens):
             self._view(pool, block, layer, 0).view(np.uint16)[:, slots] = k.view(np.uint16)[:, span]
             self._view(pool, block, layer, 1).view(np.uint16)[:, slots] = v.view(np.uint16)[:, span]
 
-    def _pieces(self, table: NDArray[np.uint32], begin: int, end: int) -> Iterable[tuple[int, slice, slice]]:
+    def _pieces(
+        self, table: NDArray[np.uint32], begin: int, end: int
+    ) -> Iterable[tuple[int, slice, slice]]:
         """Positions begin .. end - 1 by block: the block, its slots, the same counted from ``begin``."""
         b = self.block_size
         for start in range(begin - begin % b, end, b):
             low, high = max(start, begin), min(start + b, end)
-            yield int(table[start // b]), slice(low - start, high - start), slice(low - begin, high - begin)
+            yield (
+                int(table[start // b]),
+                slice(low - start, high - start),
+                slice(low - begin, high - begin),
+            )
 
 
 def _alike(k: NDArray[Any], v: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
     """float32 K and V of the same strides, in whole elements, 1 in the last axis: as they are, or copies."""
     usable = k.strides == v.strides and k.flags.aligned and v.flags.aligned
-    if usable and k.strides[2] == F32.itemsize and not any(stride % F32.itemsize for stride in k.strides):
+    if (
+        usable
+        and k.strides[2] == F32.itemsize
+        and not any(stride % F32.itemsize for stride in k.strides)
+    ):
         return k, v
     return packed(k), packed(v)
 

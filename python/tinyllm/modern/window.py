@@ -21,15 +21,17 @@ def windowed_attention(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Causal attention in float64: ``(out [B,H,Tq,D], lse [B,H,Tq])``.
 
-    q: [B,H,Tq,D]; k, v: [B,Hkv,Tk,D]; query head h reads KV head h // (H // Hkv). The inputs are converted to
-    float64, copied where that is needed. Query i stands at p = q_offset + i and sees key j when
+    q: [B,H,Tq,D]; k, v: [B,Hkv,Tk,D]; query head h reads KV head h // (H // Hkv). The inputs are
+    converted to float64, copied where that is needed. Query i stands at p = q_offset + i and sees
+    key j when
 
         j <= p and (window is None or p - j < window or j < n_sink)
 
-    sink_logits: [H], joins each head's denominator once, unscaled, with no value; -inf is no sink. scale:
-    None is D ** -0.5.
-    A row that sees nothing is zeros with lse -inf (with a sink: lse is the sink). A visible score that is NaN
-    or +inf makes its row NaN; what a row does not see has no influence on it, NaN included.
+    sink_logits: [H], joins each head's denominator once, unscaled, with no value; -inf is no sink.
+    scale: None is D ** -0.5.
+    A row that sees nothing is zeros with lse -inf (with a sink: lse is the sink). A visible score
+    that is NaN or +inf makes its row NaN; what a row does not see has no influence on it, NaN
+    included.
 
     Raises: ValueError for shapes that disagree, H % Hkv != 0, or sink_logits not [H].
     """
@@ -72,11 +74,16 @@ def _row(
 
 
 def _check(
-    q: NDArray[np.float64], k: NDArray[np.float64], v: NDArray[np.float64], sinks: NDArray[np.float64] | None
+    q: NDArray[np.float64],
+    k: NDArray[np.float64],
+    v: NDArray[np.float64],
+    sinks: NDArray[np.float64] | None,
 ) -> None:
     fn = "windowed_attention"
     if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
-        raise ValueError(f"{fn}: q, k and v have 4 axes, the shapes are {q.shape}, {k.shape} and {v.shape}")
+        raise ValueError(
+            f"{fn}: q, k and v have 4 axes, the shapes are {q.shape}, {k.shape} and {v.shape}"
+        )
     if k.shape != v.shape:
         raise ValueError(f"{fn}: k has shape {k.shape} and v {v.shape}")
     if (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):

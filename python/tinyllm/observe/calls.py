@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 class Observer(Protocol):
-    """Who is told of a call before the library runs it, and after it succeeded. What it raises, the call
-    raises."""
+    """Who is told of a call before the library runs it, and after it succeeded. What it raises, the
+    call raises."""
 
     def before(self, call: PagedCall) -> None: ...
 

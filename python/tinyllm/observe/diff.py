@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
 """diff: where two recordings of the same calls stop having the same bits.
 
-Call by call, first the inputs: shapes and lengths, options, q, K and V. Then the results in the order in
-which they come about: states of splits, lse, out. What no bit depends on (blocks and tables, threads,
-instruction set, the function that was called) is no difference; it is named where bits differ without another
-reason.
+Call by call, first the inputs: shapes and lengths, options, q, K and V. Then the results in the
+order in which they come about: states of splits, lse, out. What no bit depends on (blocks and
+tables, threads, instruction set, the function that was called) is no difference; it is named where
+bits differ without another reason.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ Part: TypeAlias = Literal["shape", "input", "result"]
 _CHUNK: Final = 1 << 20  # elements whose distances are worked out at a time
 
 
-# --- bits ---------------------------------------------------------------------------------------------------
+# --- bits
+# ---------------------------------------------------------------------------------------------------
 
 
 def ulps(a: NDArray[Any], b: NDArray[Any]) -> NDArray[np.int64]:
@@ -49,7 +50,9 @@ def _rank(codes: NDArray[Any]) -> NDArray[np.int64]:
 def _farthest(a: NDArray[Any], b: NDArray[Any]) -> int:
     flat = a.reshape(-1), b.reshape(-1)
     steps = range(0, flat[0].size, _CHUNK)
-    return max((int(ulps(*(side[i : i + _CHUNK] for side in flat)).max()) for i in steps), default=0)
+    return max(
+        (int(ulps(*(side[i : i + _CHUNK] for side in flat)).max()) for i in steps), default=0
+    )
 
 
 @dataclass(frozen=True)
@@ -201,7 +204,9 @@ def _counted(n: int, noun: str) -> str:
 
 def _facts(a: Call, b: Call) -> dict[str, tuple[Any, Any]]:
     """What differs and should not matter."""
-    pairs = {name: (a.facts.get(name), b.facts.get(name)) for name in dict.fromkeys([*a.facts, *b.facts])}
+    pairs = {
+        name: (a.facts.get(name), b.facts.get(name)) for name in dict.fromkeys([*a.facts, *b.facts])
+    }
     pairs["function"] = a.fn, b.fn
     pairs["block size"] = a.block_tokens, b.block_tokens
     if a.block_tables.tobytes() != b.block_tables.tobytes():
@@ -243,7 +248,14 @@ def _shapes(a: Call, b: Call) -> Iterator[Finding]:
         for s in np.flatnonzero(x != y)[:1].tolist():
             n = int(np.count_nonzero(x != y))
             yield Finding(
-                a.index, "shape", what, Value(str(x[s])), Value(str(y[s])), {"sequence": s}, n, len(x)
+                a.index,
+                "shape",
+                what,
+                Value(str(x[s])),
+                Value(str(y[s])),
+                {"sequence": s},
+                n,
+                len(x),
             )
 
 
@@ -302,7 +314,9 @@ def _pieces(ra: Recording, a: Call, rb: Recording, b: Call) -> Iterator[Finding]
             low, high = a.piece_span(piece)
             where: dict[str, Any] = {"sequence": int(sequence[piece]), "split": int(split[piece])}
             where["positions"] = [low, high - 1]
-            digests = [Value(f"sha256 {call.digests[piece, side].tobytes().hex()[:16]}") for call in (a, b)]
+            digests = [
+                Value(f"sha256 {call.digests[piece, side].tobytes().hex()[:16]}") for call in (a, b)
+            ]
             values, distance = digests, None
             kept = ra.kv(a, piece), rb.kv(b, piece)
             if kept[0] is not None and kept[1] is not None:
@@ -312,7 +326,9 @@ def _pieces(ra: Recording, a: Call, rb: Recording, b: Call) -> Iterator[Finding]
                 values = [Value.of(codes[at], a.dtype) for codes in (x, y)]
                 distance = int(ulps(x[at], y[at]))
             n = int(np.count_nonzero(differs[:, side]))
-            yield Finding(a.index, "input", name, values[0], values[1], where, n, len(differs), distance)
+            yield Finding(
+                a.index, "input", name, values[0], values[1], where, n, len(differs), distance
+            )
 
 
 def _states(a: Call, b: Call) -> Iterator[Finding]:
@@ -328,7 +344,9 @@ def _states(a: Call, b: Call) -> Iterator[Finding]:
     state = int(own[differs[own, head].argmax()])
     i = int((x[state, head] != y[state, head]).argmax())
     where: dict[str, Any] = _row_place(a, (row, head)) | {"split": int(splits[state])}
-    where |= {"of": "m"} if i == 0 else {"of": "L"} if i == 1 else {"of": "values", "element": i - 2}
+    where |= (
+        {"of": "m"} if i == 0 else {"of": "L"} if i == 1 else {"of": "values", "element": i - 2}
+    )
     codes = x[state, head, i], y[state, head, i]
     yield Finding(
         a.index, "result", "states", Value.of(codes[0], "float32"), Value.of(codes[1], "float32"), where,

@@ -20,7 +20,9 @@ def report(d: Diff, every: bool) -> str:
 
 
 def _sides(d: Diff) -> Iterator[str]:
-    widths = [max(len(text) for text in column) for column in zip(*map(_cells, (d.a, d.b)), strict=True)]
+    widths = [
+        max(len(text) for text in column) for column in zip(*map(_cells, (d.a, d.b)), strict=True)
+    ]
     for name, side in (("a", d.a), ("b", d.b)):
         cells = [cell.ljust(width) for cell, width in zip(_cells(side), widths, strict=True)]
         yield "  ".join([name, *cells]).rstrip()

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""What the pictures of a cache have in common: cells of the pool, ranges of a table, bars of a strip, words.
+"""What the pictures of a cache have in common: cells of the pool, ranges of a table, bars of a
+strip, words.
 
-A cell stands for one block, or for ``per`` neighbours where a pool has more blocks than a picture has room.
+A cell stands for one block, or for ``per`` neighbours where a pool has more blocks than a picture
+has room.
 """
 
 from __future__ import annotations
@@ -18,19 +20,23 @@ from tinyllm.observe.snapshot import SequenceState, Snapshot
 
 FREE, CACHED, OWNED, SHARED, SEVERAL, UNOWNED = range(6)  # kinds of cells
 
-KEYS: Final = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"  # letters of sequences, from the first again after the last
+KEYS: Final = (
+    "ABCDEFGHIJKLMNOPQRSTUVWXYZ"  # letters of sequences, from the first again after the last
+)
 MOST_HEADS: Final = 8  # strips drawn one by one; of more heads the mean is drawn
 
-Mass: TypeAlias = Mapping[int, NDArray[np.float64]]  # of the i-th sequence: [heads, entries of its table]
+Mass: TypeAlias = Mapping[
+    int, NDArray[np.float64]
+]  # of the i-th sequence: [heads, entries of its table]
 
 
 @dataclass(frozen=True)
 class Cells:
     """Cells in the order of their blocks, as arrays of one length.
 
-    kind: FREE and CACHED: nothing is in use; OWNED: all that is in use has one holder, ``owner`` (an index
-    into ``sequences``); SHARED: all that is in use has more than one reference, ``refs`` at most; SEVERAL: a
-    mixture; UNOWNED: some block whose references are not those of its holders.
+    kind: FREE and CACHED: nothing is in use; OWNED: all that is in use has one holder, ``owner``
+    (an index into ``sequences``); SHARED: all that is in use has more than one reference, ``refs``
+    at most; SEVERAL: a mixture; UNOWNED: some block whose references are not those of its holders.
     level: the part of its slots that hold a token, 0 .. 1.
     """
 
@@ -70,8 +76,8 @@ def pool_cells(snapshot: Snapshot, most: int) -> Cells:
 
 
 def _holder_range(snapshot: Snapshot) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The first and the last sequence that holds each row of ``blocks``; without one, len(sequences) and
-    -1."""
+    """The first and the last sequence that holds each row of ``blocks``; without one,
+    len(sequences) and -1."""
     low = np.full(len(snapshot.blocks), len(snapshot.sequences))
     high = np.full(len(snapshot.blocks), -1)
     for i, rows in enumerate(snapshot.rows):
@@ -80,7 +86,8 @@ def _holder_range(snapshot: Snapshot) -> tuple[NDArray[np.int64], NDArray[np.int
     return low, high
 
 
-# --- block tables -------------------------------------------------------------------------------------------
+# --- block tables
+# -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -109,8 +116,8 @@ def ranges_of(snapshot: Snapshot, i: int, most: int) -> list[Range]:
 
 
 def _pieces(ends: NDArray[np.bool_], most: int) -> list[tuple[int, int]]:
-    """First and last place of each piece of a list, where ``ends`` says of all but its last place whether a
-    piece ends there; ``most`` pieces at most."""
+    """First and last place of each piece of a list, where ``ends`` says of all but its last place
+    whether a piece ends there; ``most`` pieces at most."""
     last = np.flatnonzero(ends)[:most].tolist()
     return list(zip([0, *(i + 1 for i in last)], [*last, len(ends)], strict=True))[:most]
 
@@ -123,13 +130,14 @@ def id_ranges(ids: NDArray[np.int64], most: int) -> str:
     return f"{text} and {left} more" if left else text
 
 
-# --- attention mass -----------------------------------------------------------------------------------------
+# --- attention mass
+# -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Strip:
-    """Attention mass of one row of the picture: ``bars`` add up ``per`` entries each; ``peak`` is the entry
-    with most, ``rest`` what no entry has: the sink's."""
+    """Attention mass of one row of the picture: ``bars`` add up ``per`` entries each; ``peak`` is
+    the entry with most, ``rest`` what no entry has: the sink's."""
 
     label: str
     bars: NDArray[np.float64]
@@ -156,12 +164,13 @@ def _strip(label: str, row: NDArray[np.float64], per: int) -> Strip:
     return Strip(label, bars, per, peak, float(row[peak]), float(1 - row.sum()))
 
 
-# --- words --------------------------------------------------------------------------------------------------
+# --- words
+# --------------------------------------------------------------------------------------------------
 
 
 def harmless(name: str, width: int) -> str:
-    """``name`` in at most ``width`` columns: what a terminal or a page would act on is spelled out, and no
-    name at all is two quotes."""
+    """``name`` in at most ``width`` columns: what a terminal or a page would act on is spelled out,
+    and no name at all is two quotes."""
     pieces = [c if c.isprintable() else ascii(c)[1:-1] for c in name[: width + 1]]
     if sum(map(columns, pieces)) <= width:
         return "".join(pieces) or "''"

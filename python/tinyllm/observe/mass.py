@@ -34,8 +34,9 @@ def attention_mass(
     alibi_slopes: Tensor | None = None,
     threads: int | ThreadPool | None = None,
 ) -> NDArray[np.float32]:
-    """How much of its softmax the newest position of each sequence gives to each block: float32 [B,H,n], of n
-    entries in a table; 0 where none of a block is visible. What is missing to 1 is the sink's.
+    """How much of its softmax the newest position of each sequence gives to each block: float32
+    [B,H,n], of n entries in a table; 0 where none of a block is visible. What is missing to 1 is
+    the sink's.
 
     q: float32 [B,H,Dk], row s at position ctx_lens[s] - 1. The other arguments are those of
     ``paged_attention``.
@@ -43,13 +44,16 @@ def attention_mass(
     >>> mass = attention_mass(q, cache.view(0), [cache.block_table("a")], [cache.seq_len("a")])
     >>> cache.look({"a": mass[0]})
 
-    It costs a few times what the attention does; some 32 * B * H * n bytes and a few MiB are taken meanwhile.
+    It costs a few times what the attention does; some 32 * B * H * n bytes and a few MiB are taken
+    meanwhile.
     ``record`` and ``timeline`` see nothing of it.
 
     Raises: as ``paged_attention``.
     """
     fn = "attention_mass"
-    whole = PagedCall(fn, q, kv, block_tables, ctx_lens, None, scale, window, softcap, alibi_slopes, threads)
+    whole = PagedCall(
+        fn, q, kv, block_tables, ctx_lens, None, scale, window, softcap, alibi_slopes, threads
+    )
     n_heads = whole.q.shape[1]
     if n_heads < 1 or n_heads % kv.n_kv_heads:
         raise ValueError(
@@ -71,10 +75,11 @@ def attention_mass(
 
 
 def _lse_of_blocks(whole: PagedCall) -> tuple[NDArray[np.bool_], NDArray[np.float64]]:
-    """Which entries of the tables are seen, [B,n], and ln(sum of e^score) over what is seen of each, float64
-    [B,n,H].
+    """Which entries of the tables are seen, [B,n], and ln(sum of e^score) over what is seen of
+    each, float64 [B,n,H].
 
-    The library is asked as if each block were a sequence of its own, whose query stands at its last position.
+    The library is asked as if each block were a sequence of its own, whose query stands at its last
+    position.
     """
     kv, b, ctx = whole.kv, whole.kv.block_size, whole.ctx_lens.astype(np.int64)
     n_batch, n_entries = whole.block_tables.shape
@@ -104,7 +109,9 @@ def _lse_of_blocks(whole: PagedCall) -> tuple[NDArray[np.bool_], NDArray[np.floa
             part = np.empty((len(some), n_heads), np.float32)
             call.attend(out[: len(some)], part, None)
             lse[s, e] = part
-    if whole.alibi_slopes is not None:  # distances were counted from the last position of each block
+    if (
+        whole.alibi_slopes is not None
+    ):  # distances were counted from the last position of each block
         lse[seq, entry] += np.multiply.outer(starts[entry] + filled - ctx[seq], whole.alibi_slopes)
     return visible, lse
 

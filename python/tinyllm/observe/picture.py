@@ -22,29 +22,38 @@ __all__ = ["Picture"]
 class Picture:
     """What ``PagedKVCache.look`` gives: printed it is text, in a notebook a picture.
 
-    Text is as wide as the terminal, 80 columns elsewhere. It is coloured on a terminal, unless NO_COLOR is
-    set or TERM is dumb; where the encoding of stdout has no block glyphs it is ASCII.
+    Text is as wide as the terminal, 80 columns elsewhere. It is coloured on a terminal, unless
+    NO_COLOR is set or TERM is dumb; where the encoding of stdout has no block glyphs it is ASCII.
     """
 
     def __init__(self, snapshot: Snapshot, mass: Mapping[int, NDArray[Any]] | None = None) -> None:
-        """mass: of the i-th sequence of the snapshot, float [heads, n] or [n], n entries of a table or more.
+        """mass: of the i-th sequence of the snapshot, float [heads, n] or [n], n entries of a table
+        or more.
 
-        Raises: ValueError for another shape, or an index without a sequence; TypeError for no such array.
+        Raises: ValueError for another shape, or an index without a sequence; TypeError for no such
+        array.
         """
         self.snapshot = snapshot
         self._mass = {i: _checked(snapshot, i, a) for i, a in (mass or {}).items()}
 
-    def text(self, width: int | None = None, *, color: bool | None = None, glyphs: bool | None = None) -> str:
+    def text(
+        self, width: int | None = None, *, color: bool | None = None, glyphs: bool | None = None
+    ) -> str:
         """The picture in lines of at most ``width`` columns (40 .. 1000).
 
-        width: None is that of the terminal. color: escape sequences may be used; None where stdout is a
-        terminal that wants them. glyphs: characters beyond ASCII may; None where stdout can print them.
+        width: None is that of the terminal. color: escape sequences may be used; None where stdout
+        is a terminal that wants them. glyphs: characters beyond ASCII may; None where stdout can
+        print them.
         """
         out = sys.stdout
         if width is None:
             width = min(max(shutil.get_terminal_size((80, 24)).columns, LEAST_WIDTH), MOST_WIDTH)
         if color is None:
-            color = _is_terminal(out) and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+            color = (
+                _is_terminal(out)
+                and not os.environ.get("NO_COLOR")
+                and os.environ.get("TERM") != "dumb"
+            )
         if glyphs is None:
             glyphs = _prints(getattr(out, "encoding", None) or "ascii")
         return terminal(self.snapshot, self._mass, width, color=color, glyphs=glyphs)
@@ -85,7 +94,9 @@ def _checked(snapshot: Snapshot, i: int, a: NDArray[Any]) -> NDArray[np.float64]
         raise ValueError(f"look: mass is for sequence {i} of {len(snapshot.sequences)}")
     sequence = snapshot.sequences[i]
     if not isinstance(a, np.ndarray) or a.dtype.kind != "f":
-        raise TypeError(f"look: mass of {sequence.name!r} must be an array of floats, not {type(a).__name__}")
+        raise TypeError(
+            f"look: mass of {sequence.name!r} must be an array of floats, not {type(a).__name__}"
+        )
     n = len(sequence.table)
     if a.ndim not in (1, 2) or a.shape[-1] < n or a.shape[0] < 1:
         raise ValueError(

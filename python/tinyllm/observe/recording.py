@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: MIT
-"""record: calls of paged attention in a file, with everything that decides their bits; Recording reads it.
+"""record: calls of paged attention in a file, with everything that decides their bits; Recording
+reads it.
 
-Words. span: the positions [low, high) that a row, or any row of a sequence, sees. piece: what the rows of one
-sequence see of one split; its K and V are [positions, Hkv, D] in the order of positions, whatever the blocks.
+Words. span: the positions [low, high) that a row, or any row of a sequence, sees. piece: what the
+rows of one sequence see of one split; its K and V are [positions, Hkv, D] in the order of
+positions, whatever the blocks.
 
-The file is an .npz without pickles, nothing in it compressed: one array per member ``calls/<i>/<name>.npy``,
-with ``keep_kv`` the bytes of pieces under ``kv/<their SHA-256>.npy``, each content once, and ``record.json``,
-which says the rest.
+The file is an .npz without pickles, nothing in it compressed: one array per member
+``calls/<i>/<name>.npy``, with ``keep_kv`` the bytes of pieces under ``kv/<their SHA-256>.npy``,
+each content once, and ``record.json``, which says the rest.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ CODES: Final[dict[str, np.dtype[Any]]] = {
 _OPTIONAL: Final = ("alibi_slopes", "sink_logits", "lse")
 
 
-# --- who sees what ------------------------------------------------------------------------------------------
+# --- who sees what
+# ------------------------------------------------------------------------------------------
 
 
 def sequence_of_row(starts: NDArray[Any]) -> NDArray[np.int64]:
@@ -86,26 +89,29 @@ def enumerated(spans: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.
     return which, first[which] + np.arange(len(which)) - before[which]
 
 
-# --- writing ------------------------------------------------------------------------------------------------
+# --- writing
+# ------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def record(path: str | os.PathLike[str], *, keep_kv: bool = False) -> Iterator[Recorder]:
-    """Records the calls of ``paged_attention`` and ``paged_attention_decode`` in the block to a file at
-    ``path``, for ``tinyllm.diff``.
+    """Records the calls of ``paged_attention`` and ``paged_attention_decode`` in the block to a
+    file at ``path``, for ``tinyllm.diff``.
 
-    Of each call: q, tables, lengths and options; a SHA-256 of the K and V that each sequence sees of each
-    split of 1024 positions, and with ``keep_kv`` their bytes, each content once; out, and lse where it was
-    asked for; the state of every row, head and split, which a second call works out; versions, instruction
-    set, library and threads. Calls of ``flash_attention`` and ``paged_attention_states`` are not recorded.
+    Of each call: q, tables, lengths and options; a SHA-256 of the K and V that each sequence sees
+    of each split of 1024 positions, and with ``keep_kv`` their bytes, each content once; out, and
+    lse where it was asked for; the state of every row, head and split, which a second call works
+    out; versions, instruction set, library and threads. Calls of ``flash_attention`` and
+    ``paged_attention_states`` are not recorded.
     It takes 4 * (Dk + Dv + splits * (2 + Dv)) bytes of file a row and head.
 
-    The file appears when the block ends, also by an exception, whole or not at all: until then it is a hidden
-    neighbour whose name ends in ".part". An existing file is replaced. Blocks may be nested; each records.
+    The file appears when the block ends, also by an exception, whole or not at all: until then it
+    is a hidden neighbour whose name ends in ".part". An existing file is replaced. Blocks may be
+    nested; each records.
     What counts are calls of the context (thread, asyncio task) that entered the block.
 
-    Raises: TypeError for a path or ``keep_kv`` that is none; OSError where the file cannot be written, in the
-    block from the call whose record found no room.
+    Raises: TypeError for a path or ``keep_kv`` that is none; OSError where the file cannot be
+    written, in the block from the call whose record found no room.
 
     >>> with tinyllm.record("run.tlrec"):
     ...     tinyllm.paged_attention_decode(q, cache, ["a", "b"], layer=0)
@@ -250,8 +256,8 @@ def _states(call: PagedCall, spans: NDArray[np.int64]) -> NDArray[np.float32]:
 
 
 def _member(name: str) -> zipfile.ZipInfo:
-    """The same calls give the same bytes: no time; and nothing is compressed, so that no file grows when
-    read."""
+    """The same calls give the same bytes: no time; and nothing is compressed, so that no file grows
+    when read."""
     info = zipfile.ZipInfo(name)
     info.external_attr = 0o644 << 16
     return info
@@ -264,15 +270,17 @@ def _npy(a: NDArray[Any]) -> bytes:
     return file.getvalue()
 
 
-# --- reading ------------------------------------------------------------------------------------------------
+# --- reading
+# ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Call:
-    """One recorded call; arrays as ``paged_attention`` takes and gives them, ``cu_seqlens_q`` never None.
+    """One recorded call; arrays as ``paged_attention`` takes and gives them, ``cu_seqlens_q`` never
+    None.
 
-    states: float32 [n,H,2+Dv] of every (row, split) of ``state_index``. digests: uint8 [pieces,2,32], SHA-256
-    of K and V, of every (sequence, split) of ``piece_index``.
+    states: float32 [n,H,2+Dv] of every (row, split) of ``state_index``. digests: uint8
+    [pieces,2,32], SHA-256 of K and V, of every (sequence, split) of ``piece_index``.
     facts: what no bit depends on: version, numerics, isa, threads, library.
     """
 
@@ -318,7 +326,8 @@ class Call:
 
 
 class Recording:
-    """A file that ``record`` wrote. ``len``, indexing and iteration give its calls, read when asked for.
+    """A file that ``record`` wrote. ``len``, indexing and iteration give its calls, read when asked
+    for.
 
     Not thread-safe. A context manager; ``close`` ends it.
 
@@ -334,8 +343,8 @@ class Recording:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Recording:
-        """Raises: OSError where there is no such file to read; ValueError for a file that is no record, is
-        damaged, or was written by another version of the format."""
+        """Raises: OSError where there is no such file to read; ValueError for a file that is no
+        record, is damaged, or was written by another version of the format."""
         place = Path(path)
         file = open(place, "rb")  # noqa: SIM115
         try:
@@ -368,17 +377,26 @@ class Recording:
         return (self[i] for i in range(len(self)))
 
     def kv(self, call: Call, piece: int) -> tuple[NDArray[Any], NDArray[Any]] | None:
-        """K [positions,Hkv,Dk] and V [positions,Hkv,Dv] of a piece of ``call`` as unsigned integers, or
-        None where they were not kept. Raises ValueError where they are damaged."""
+        """K [positions,Hkv,Dk] and V [positions,Hkv,Dv] of a piece of ``call`` as unsigned
+        integers, or None where they were not kept. Raises ValueError where they are damaged."""
         if not self.keep_kv:
             return None
         low, high = call.piece_span(piece)
         with _reading(self.path, f"K and V of call {call.index}"):
-            stored = [self._array(f"kv/{d.tobytes().hex()}", CODES[call.dtype]) for d in call.digests[piece]]
-            k, v = (a.reshape(-1, call.n_kv_heads, d) for a, d in zip(stored, call.head_dims, strict=True))
+            stored = [
+                self._array(f"kv/{d.tobytes().hex()}", CODES[call.dtype])
+                for d in call.digests[piece]
+            ]
+            k, v = (
+                a.reshape(-1, call.n_kv_heads, d)
+                for a, d in zip(stored, call.head_dims, strict=True)
+            )
             if len(k) != high - low or len(v) != high - low:
                 raise ValueError(f"{len(k)} and {len(v)} positions, not {high - low}")
-            if b"".join(hashlib.sha256(a.data).digest() for a in stored) != call.digests[piece].tobytes():
+            if (
+                b"".join(hashlib.sha256(a.data).digest() for a in stored)
+                != call.digests[piece].tobytes()
+            ):
                 raise ValueError("not the bytes that were digested")
             return k, v
 
@@ -407,7 +425,9 @@ class Recording:
 
         def held(name: str, kind: str, *shape: int | None) -> NDArray[Any]:
             a = self._array(f"calls/{index}/{name}", np.dtype(kind))
-            if a.ndim != len(shape) or any(w not in (n, None) for n, w in zip(a.shape, shape, strict=True)):
+            if a.ndim != len(shape) or any(
+                w not in (n, None) for n, w in zip(a.shape, shape, strict=True)
+            ):
                 raise ValueError(f"{name} has shape {a.shape}")
             return a
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""Snapshot: what a KV cache looks like at one moment, without its K and V; and the file it is kept in.
+"""Snapshot: what a KV cache looks like at one moment, without its K and V; and the file it is kept
+in.
 
-Words. holders: the entries of block tables that name a block. Each holder has one reference, so references
-beyond the holders belong to nobody this cache knows (leaked, or taken through ``cache.pool``), and holders
-beyond the references read a block that may be given away (dangling).
+Words. holders: the entries of block tables that name a block. Each holder has one reference, so
+references beyond the holders belong to nobody this cache knows (leaked, or taken through
+``cache.pool``), and holders beyond the references read a block that may be given away (dangling).
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ __all__ = ["SequenceState", "Snapshot"]
 FORMAT: Final = "tinyllm-kv-snapshot"
 VERSION: Final = 1
 
-BLOCK: Final = np.dtype([("id", np.int64), ("hash", np.uint64), ("refs", np.uint32), ("fill", np.uint32)])
+BLOCK: Final = np.dtype(
+    [("id", np.int64), ("hash", np.uint64), ("refs", np.uint32), ("fill", np.uint32)]
+)
 _AT_ONCE: Final = 1 << 16  # blocks asked for in one call
 
 _SIZES: Final = {
@@ -69,10 +72,11 @@ class SequenceState:
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """A pool of blocks and the sequences over it, as they were when ``PagedKVCache.snapshot`` was called.
+    """A pool of blocks and the sequences over it, as they were when ``PagedKVCache.snapshot`` was
+    called.
 
-    blocks: read-only rows of (id, hash, refs, fill), ids rising: every block that is not free, and every one
-    that a table names. hash 0: not registered in the prefix index.
+    blocks: read-only rows of (id, hash, refs, fill), ids rising: every block that is not free, and
+    every one that a table names. hash 0: not registered in the prefix index.
     high_water: the most blocks in use at once. copies_on_write: blocks copied before a write.
     failed_allocations: calls that raised OutOfBlocks.
 
@@ -100,7 +104,8 @@ class Snapshot:
         """The dimensions of the pool, and the bytes of a block."""
         return {name: getattr(self, name) for name in _SIZES}
 
-    # --- what follows from it -------------------------------------------------------------------------------
+    # --- what follows from it
+    # -------------------------------------------------------------------------------
 
     @cached_property
     def rows(self) -> tuple[NDArray[np.int64], ...]:
@@ -126,8 +131,10 @@ class Snapshot:
         """Everything that can be counted.
 
         blocks_{total,used,cached,free}: in each state. blocks_shared: with more than one reference.
-        blocks_saved: how many more would be in use if nobody shared. blocks_high_water: most in use at once.
-        slots: positions the pool has room for. tokens: positions stored in blocks in use, by every layer.
+        blocks_saved: how many more would be in use if nobody shared. blocks_high_water: most in use
+        at once.
+        slots: positions the pool has room for. tokens: positions stored in blocks in use, by every
+        layer.
         tail_waste: slots of blocks in use that hold no token. sequences: live ones.
         leaked: references nobody here has. dangling: holders without a reference.
         copies_on_write, evictions, failed_allocations: how often, since the cache was made.
@@ -156,7 +163,9 @@ class Snapshot:
         }
 
     def __eq__(self, other: object) -> bool:
-        return self._document() == other._document() if isinstance(other, Snapshot) else NotImplemented
+        return (
+            self._document() == other._document() if isinstance(other, Snapshot) else NotImplemented
+        )
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -166,10 +175,12 @@ class Snapshot:
             f"{len(self.sequences)} sequences>"
         )
 
-    # --- the file -------------------------------------------------------------------------------------------
+    # --- the file
+    # -------------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes a JSON file. Another file of that name is replaced, by the whole of this one or not at all.
+        """Writes a JSON file. Another file of that name is replaced, by the whole of this one or
+        not at all.
 
         Raises: OSError; nothing is left behind then.
         """
@@ -190,8 +201,8 @@ class Snapshot:
     def load(cls, path: str | os.PathLike[str]) -> Snapshot:
         """Reads what ``save`` wrote.
 
-        Raises: OSError; ValueError for anything else than a whole snapshot of this version, saying what is
-        wrong with it.
+        Raises: OSError; ValueError for anything else than a whole snapshot of this version, saying
+        what is wrong with it.
         """
         with open(path, "rb") as file:
             raw = file.read()
@@ -223,17 +234,24 @@ class Snapshot:
         }
 
 
-# --- taking one ---------------------------------------------------------------------------------------------
+# --- taking one
+# ---------------------------------------------------------------------------------------------
 
 
-def sequence_state(seq_id: Hashable, table: NDArray[Any], gone: int, lengths: Iterable[int]) -> SequenceState:
+def sequence_state(
+    seq_id: Hashable, table: NDArray[Any], gone: int, lengths: Iterable[int]
+) -> SequenceState:
     """A sequence of a cache: its name is ``seq_id`` where that is a string, else what repr says of it."""
     ids = table.astype(np.int64)
     ids[:gone] = -1
-    return SequenceState(seq_id if isinstance(seq_id, str) else repr(seq_id), _read_only(ids), tuple(lengths))
+    return SequenceState(
+        seq_id if isinstance(seq_id, str) else repr(seq_id), _read_only(ids), tuple(lengths)
+    )
 
 
-def pool_blocks(lib: Lib, pool: int, num_blocks: int, sequences: Iterable[SequenceState]) -> NDArray[Any]:
+def pool_blocks(
+    lib: Lib, pool: int, num_blocks: int, sequences: Iterable[SequenceState]
+) -> NDArray[Any]:
     """The rows of ``Snapshot.blocks``."""
     named = np.zeros(num_blocks, np.bool_)
     for sequence in sequences:
@@ -258,7 +276,8 @@ def _read_only(a: NDArray[Any]) -> NDArray[Any]:
     return a
 
 
-# --- reading one --------------------------------------------------------------------------------------------
+# --- reading one
+# --------------------------------------------------------------------------------------------
 
 
 def _snapshot(document: Any) -> Snapshot:
@@ -307,10 +326,14 @@ def _blocks(document: Any, sizes: dict[str, int]) -> NDArray[Any]:
 def _sequence(row: Any, where: str, sizes: dict[str, int]) -> SequenceState:
     lengths = _integers(row, where, "lengths", 0, INT32_MAX)
     if len(lengths) != sizes["n_layers"]:
-        raise ValueError(f"lengths of {where} has {len(lengths)} entries for {sizes['n_layers']} layers")
+        raise ValueError(
+            f"lengths of {where} has {len(lengths)} entries for {sizes['n_layers']} layers"
+        )
     table = _integers(row, where, "table", -1, sizes["num_blocks"] - 1)
     if len(table) != -(-int(lengths.max()) // sizes["block_size"]):
-        raise ValueError(f"table of {where} has {len(table)} entries for {int(lengths.max())} positions")
+        raise ValueError(
+            f"table of {where} has {len(table)} entries for {int(lengths.max())} positions"
+        )
     if (np.diff(table >= 0) & (table[1:] < 0)).any():
         raise ValueError(f"table of {where} names no block behind one that it names")
     name = _part(row, where, "name", str)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: MIT
 """The picture of a cache as SVG: what ``terminal`` shows, with tooltips.
 
-One self-contained document with its own background, so that it reads on light and dark pages alike; no
-scripts, styles or ids that could meet those of a page. Its size is bounded whatever the pool's is.
+One self-contained document with its own background, so that it reads on light and dark pages alike;
+no scripts, styles or ids that could meet those of a page. Its size is bounded whatever the pool's
+is.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ __all__ = ["svg"]
 
 _LABELS: Final = 64  # width of the block ids left of the map
 _MAP: Final = LEFT + _LABELS
-_ACROSS, _ROWS = 32, 16  # cells of the map; twice as many across where they do not fit in half the rows
+_ACROSS, _ROWS = (
+    32,
+    16,
+)  # cells of the map; twice as many across where they do not fit in half the rows
 _SEQUENCES: Final = 20
 _TABLE: Final = 430  # where ids and strips begin
 _STRIP: Final = 320  # width of a strip, 64 bars at most
@@ -103,7 +107,9 @@ class _Page:
             yield letters(x + 12, self.y + 19, head, fill=MUTED, size=11)
             yield letters(x + 12, self.y + 42, big, size=20, weight=600, room=wide - 24)
             for j, line in enumerate(lines):
-                yield letters(x + 12, self.y + 59 + 15 * j, line, fill=MUTED, size=11, room=wide - 24)
+                yield letters(
+                    x + 12, self.y + 59 + 15 * j, line, fill=MUTED, size=11, room=wide - 24
+                )
         self.y += 82
 
     def alarm(self) -> Iterator[str]:
@@ -163,7 +169,11 @@ class _Page:
         names = ", ".join(self.names[j] for j in who[:6]) or "nobody"
         more = f" and {len(who) - 6} more" if len(who) > 6 else ""
         state = "cached" if cells.kind[i] == CACHED else plural(int(row["refs"]), "reference")
-        parts = [f"block {first}: {names}{more}", state, f"{row['fill']} of {plural(s.block_size, 'token')}"]
+        parts = [
+            f"block {first}: {names}{more}",
+            state,
+            f"{row['fill']} of {plural(s.block_size, 'token')}",
+        ]
         return "; ".join(parts + ([f"hash {row['hash']:016x}"] if row["hash"] else []))
 
     def cell(self, cells: Cells, i: int, box: _Box) -> str:
@@ -182,7 +192,9 @@ class _Page:
 
     def legend(self, cells: Cells) -> Iterator[str]:
         there = set(cells.kind.tolist())
-        again = "; colours and letters return" if len(self.snapshot.sequences) > len(_OWNERS) else ""
+        again = (
+            "; colours and letters return" if len(self.snapshot.sequences) > len(_OWNERS) else ""
+        )
         entries = (
             (OWNED, f"of one sequence{again}"), (SHARED, "shared (references)"), (SEVERAL, "of several"),
             (CACHED, "cached"), (FREE, "free"), (UNOWNED, "leak"),
@@ -226,13 +238,17 @@ class _Page:
             yield letters(LEFT + 26, self.y + 13, harmless(sequence.name, 22), weight=600, room=158)
             blocks, runs = plural(len(sequence.held), "block"), plural(sequence.runs, "run")
             counts = f"{tokens_of(sequence)} · {blocks} · {runs}"
-            yield letters(LEFT + 196, self.y + 13, counts, fill=MUTED, size=11, room=_TABLE - LEFT - 206)
+            yield letters(
+                LEFT + 196, self.y + 13, counts, fill=MUTED, size=11, room=_TABLE - LEFT - 206
+            )
             yield from self.chips(i, fill)
             self.y += 24
             if i in self.mass:
                 yield from self.strips(i, sequence)
         if len(sequences) > _SEQUENCES:
-            yield letters(LEFT + 26, self.y + 13, f"... and {len(sequences) - _SEQUENCES} more", fill=MUTED)
+            yield letters(
+                LEFT + 26, self.y + 13, f"... and {len(sequences) - _SEQUENCES} more", fill=MUTED
+            )
             self.y += 24
 
     def chips(self, i: int, fill: str) -> Iterator[str]:
@@ -265,7 +281,9 @@ class _Page:
             for j, bar in enumerate(strip.bars):
                 first = j * strip.per
                 last = min(first + strip.per, len(sequence.table)) - 1
-                where = f"block {sequence.table[first]}" if first == last else f"entries {first}-{last}"
+                where = (
+                    f"block {sequence.table[first]}" if first == last else f"entries {first}-{last}"
+                )
                 said = f"{where}: {percent(float(bar))}"
                 yield (
                     f'<rect x="{_TABLE + j * pitch:g}" y="{self.y:g}" width="{pitch - 1:g}" height="12" '
@@ -273,7 +291,9 @@ class _Page:
                 )
             said = f"{percent(strip.most)} in block {sequence.table[strip.peak]}"
             said += f", sink {percent(strip.rest)}" if strip.rest > 5e-4 else ""
-            yield letters(_TABLE + pitch * len(strip.bars) + 6, self.y + 9.5, said, fill=MUTED, size=10)
+            yield letters(
+                _TABLE + pitch * len(strip.bars) + 6, self.y + 9.5, said, fill=MUTED, size=10
+            )
             self.y += 15
         self.y += 6
 
@@ -302,14 +322,16 @@ class _Box:
         if level == 1:
             return self._rect(1, f'fill="{fill}"') + self._mark(mark, ink)
         whole = self._rect(1, f'fill="{fill}" fill-opacity="0.25"')
-        return whole + self._rect(level, f'fill="{fill}"') + self._mark(mark, ink if level > 0.7 else INK)
+        return (
+            whole
+            + self._rect(level, f'fill="{fill}"')
+            + self._mark(mark, ink if level > 0.7 else INK)
+        )
 
     def cached(self) -> str:
         """Hatched."""
         x, y, n, half = self.x, self.y, self.side, self.side / 2
-        lines = (
-            f"M{x:g} {y + half:g}l{half:g} {-half:g}m0 {n:g}l{half:g} {-half:g}M{x:g} {y + n:g}l{n:g} {-n:g}"
-        )
+        lines = f"M{x:g} {y + half:g}l{half:g} {-half:g}m0 {n:g}l{half:g} {-half:g}M{x:g} {y + n:g}l{n:g} {-n:g}"
         hatch = f'<path d="{lines}" stroke="{_SEVERAL}" stroke-width="1.5"/>'
         return self._rect(1, f'fill="{_HATCHED}"') + hatch
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """What the SVG pictures share: the page, its colours and its lettering.
 
-A page is one self-contained document with its own background, so that it reads on light and dark pages alike;
-no scripts, styles or ids that could meet those of the page it stands in.
+A page is one self-contained document with its own background, so that it reads on light and dark
+pages alike; no scripts, styles or ids that could meet those of the page it stands in.
 """
 
 from __future__ import annotations

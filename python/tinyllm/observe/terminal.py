@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """The picture of a cache as text: a map of the pool, the block tables, the counters, a legend.
 
-With colours a cell is a bar as high as its block is full, in the colour of its owner; without them it is the
-owner's letter, a capital where the block is full.
+With colours a cell is a bar as high as its block is full, in the colour of its owner; without them
+it is the owner's letter, a capital where the block is full.
 """
 
 from __future__ import annotations
@@ -88,8 +88,16 @@ def _render(line: list[Span], width: int, color: bool) -> str:
 class _Drawn:
     """The lines as spans; bars: cells are bars, else letters."""
 
-    def __init__(self, snapshot: Snapshot, mass: Mass, width: int, bars: bool, glyphs: bool) -> None:
-        self.snapshot, self.mass, self.width, self.bars, self.glyphs = snapshot, mass, width, bars, glyphs
+    def __init__(
+        self, snapshot: Snapshot, mass: Mass, width: int, bars: bool, glyphs: bool
+    ) -> None:
+        self.snapshot, self.mass, self.width, self.bars, self.glyphs = (
+            snapshot,
+            mass,
+            width,
+            bars,
+            glyphs,
+        )
 
     def lines(self) -> Iterator[list[Span]]:
         s = self.snapshot
@@ -145,9 +153,16 @@ class _Drawn:
         there = set(cells.kind.tolist())
         what, n_owners = ("colours", len(_OWNERS)) if self.bars else ("letters", len(KEYS))
         again = f", {what} return" if len(self.snapshot.sequences) > n_owners else ""
-        full = f"colour: owner{again}, height: fill" if self.bars else f"A full, a partly filled{again}"
+        full = (
+            f"colour: owner{again}, height: fill"
+            if self.bars
+            else f"A full, a partly filled{again}"
+        )
         entries: list[tuple[int, list[Span]]] = [
-            (OWNED, [(_EIGHTHS[5] if self.bars else "Aa", f"{_owner(0)};{_BLOCK}"), (f" {full}", _DIM)]),
+            (
+                OWNED,
+                [(_EIGHTHS[5] if self.bars else "Aa", f"{_owner(0)};{_BLOCK}"), (f" {full}", _DIM)],
+            ),
             (SHARED, [("2", _FULL_SHARED), (" shared, references", _DIM)]),
             (SEVERAL, [(_EIGHTHS[5] if self.bars else "*", _SEVERAL), (" of several", _DIM)]),
             (CACHED, [("░" if self.bars else "~", _DIM), (" cached", _DIM)]),
@@ -175,12 +190,20 @@ class _Drawn:
         yield [("sequences", _BOLD), ("   * shared" if any_shared else "", _DIM)]
         shown = sequences[:_SEQUENCES]
         names = [harmless(s.name, _NAME) for s in shown]
-        counts = [f"{tokens_of(s)}, {plural(len(s.held), 'block')}, {plural(s.runs, 'run')}" for s in shown]
+        counts = [
+            f"{tokens_of(s)}, {plural(len(s.held), 'block')}, {plural(s.runs, 'run')}"
+            for s in shown
+        ]
         name_width, count_width = max(map(columns, names)), max(map(len, counts))
         for i, (name, count) in enumerate(zip(names, counts, strict=True)):
             pad = " " * (name_width - columns(name))
             key = [("█ " if self.bars else f"{KEYS[i % len(KEYS)]} ", _owner(i))]
-            head: list[Span] = [("  ", ""), *key, (name + pad, ""), (f"  {count:{count_width}}  ", "")]
+            head: list[Span] = [
+                ("  ", ""),
+                *key,
+                (name + pad, ""),
+                (f"  {count:{count_width}}  ", ""),
+            ]
             room = self.width - _wide(head)
             if room < _LEAST_IDS:
                 yield head
@@ -216,7 +239,11 @@ class _Drawn:
             said = f" {percent(strip.most)} in block {table[strip.peak]}"
             if strip.rest > 5e-4:
                 said += f", sink {percent(strip.rest)}"
-            yield [(f"      {strip.label:10} ", _DIM), (bars, f"{_owner(i)};{_BLOCK}"), (said, _DIM)]
+            yield [
+                (f"      {strip.label:10} ", _DIM),
+                (bars, f"{_owner(i)};{_BLOCK}"),
+                (said, _DIM),
+            ]
 
 
 def _relative(strip: Strip) -> list[float]:

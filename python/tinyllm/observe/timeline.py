@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""timeline: which worker did what when in calls of paged attention; as numbers, text, SVG or Chrome trace.
+"""timeline: which worker did what when in calls of paged attention; as numbers, text, SVG or Chrome
+trace.
 
-An event is one walk of a worker over K and V: rows of one sequence and KV head; or shared, rows of several
-sequences over the splits they have in common; or a merge of states.
+An event is one walk of a worker over K and V: rows of one sequence and KV head; or shared, rows of
+several sequences over the splits they have in common; or a merge of states.
 """
 
 from __future__ import annotations
@@ -45,11 +46,12 @@ _MOST_EVENTS: Final = 1 << 18  # of one call; memory that no event is written to
 
 @contextmanager
 def timeline() -> Iterator[Timeline]:
-    """Collects what each worker did in the calls of ``paged_attention`` and ``paged_attention_decode`` in the
-    block.
+    """Collects what each worker did in the calls of ``paged_attention`` and
+    ``paged_attention_decode`` in the block.
 
-    A watched decode goes through the C function of ``paged_attention``, which gives the same bits; it may
-    share walks between sequences, which plain decode does not. Blocks may be nested, also with ``record``.
+    A watched decode goes through the C function of ``paged_attention``, which gives the same bits;
+    it may share walks between sequences, which plain decode does not. Blocks may be nested, also
+    with ``record``.
     What counts are calls of the context (thread, asyncio task) that entered the block.
 
     >>> with tinyllm.timeline() as t:
@@ -78,8 +80,8 @@ def _most_events(call: PagedCall) -> int:
 
 @dataclass(frozen=True)
 class TracedCall:
-    """A call that was traced. Nanoseconds are those of ``time.monotonic_ns``. n_lost: events that found no
-    room."""
+    """A call that was traced. Nanoseconds are those of ``time.monotonic_ns``. n_lost: events that
+    found no room."""
 
     fn: str
     n_sequences: int
@@ -90,7 +92,8 @@ class TracedCall:
 
 
 class Timeline:
-    """The events of the calls that ``timeline`` watched; it prints itself, and shows itself in notebooks.
+    """The events of the calls that ``timeline`` watched; it prints itself, and shows itself in
+    notebooks.
 
     calls: a ``TracedCall`` each, in the order in which they ended.
     """
@@ -100,7 +103,8 @@ class Timeline:
         self._events: list[NDArray[Any]] = []
         self._lock = Lock()
 
-    # --- collecting -----------------------------------------------------------------------------------------
+    # --- collecting
+    # -----------------------------------------------------------------------------------------
 
     def before(self, call: PagedCall) -> None:
         if call.trace is None:
@@ -111,7 +115,12 @@ class Timeline:
         n_workers = int(call.lib.tl_pool_threads(call.args.tp)) if call.args.tp else 1
         found, n = call.trace.events, int(call.trace.struct.n)
         traced = TracedCall(
-            call.fn, len(call.ctx_lens), n_workers, call.begin_ns, call.end_ns, max(0, n - len(found))
+            call.fn,
+            len(call.ctx_lens),
+            n_workers,
+            call.begin_ns,
+            call.end_ns,
+            max(0, n - len(found)),
         )
         events = np.empty(min(n, len(found)), EVENT)
         for name in _FIELDS.names:
@@ -121,16 +130,18 @@ class Timeline:
             self.calls.append(traced)
             self._events.append(events[np.lexsort((events["worker"], events["begin_ns"]))])
 
-    # --- what was collected ---------------------------------------------------------------------------------
+    # --- what was collected
+    # ---------------------------------------------------------------------------------
 
     @property
     def events(self) -> NDArray[Any]:
         """Every event as a structured array of dtype ``EVENT``, call by call, by its begin.
 
-        call: index into ``calls``. worker: 0 is the thread that called. what: ROWS, SHARED or MERGE. seq: of
-        SHARED the first of its sequences, of MERGE -1, as kv_head. first_token, n_tokens: rows of q.
-        first_split, n_splits: of 1024 positions, those that any of the rows sees. begin_ns, end_ns: on the
-        clock of ``time.monotonic_ns``.
+        call: index into ``calls``. worker: 0 is the thread that called. what: ROWS, SHARED or
+        MERGE. seq: of SHARED the first of its sequences, of MERGE -1, as kv_head. first_token,
+        n_tokens: rows of q.
+        first_split, n_splits: of 1024 positions, those that any of the rows sees. begin_ns, end_ns:
+        on the clock of ``time.monotonic_ns``.
         """
         return np.concatenate([np.empty(0, EVENT), *self._events])
 
@@ -140,7 +151,8 @@ class Timeline:
         return sum(call.n_lost for call in self.calls)
 
     def busy(self, call: int | None = None) -> NDArray[np.float64]:
-        """float64 [workers]: the part of the call, or of all calls together, in which each had an event.
+        """float64 [workers]: the part of the call, or of all calls together, in which each had an
+        event.
 
         Raises: TypeError or ValueError for a ``call`` that is none.
         """
@@ -150,13 +162,15 @@ class Timeline:
         whole = sum(c.end_ns - c.begin_ns for c in calls)
         return time / max(whole, 1)
 
-    # --- showing --------------------------------------------------------------------------------------------
+    # --- showing
+    # --------------------------------------------------------------------------------------------
 
     def text(self, call: int | None = None, *, width: int = 100, colour: bool = False) -> str:
-        """A lane of ``width`` characters for each worker, over one call or from the first to the last.
+        """A lane of ``width`` characters for each worker, over one call or from the first to the
+        last.
 
-        A character is what most of its time went to: a letter is a sequence, = a shared walk, + a merge of
-        states, . nothing.
+        A character is what most of its time went to: a letter is a sequence, = a shared walk, + a
+        merge of states, . nothing.
 
         Raises: TypeError or ValueError for a ``call`` or ``width`` that is none.
         """
@@ -164,8 +178,8 @@ class Timeline:
         return timeline_picture.text(*self._chosen(call), self.busy(call), width, colour)
 
     def svg(self, call: int | None = None) -> str:
-        """The same as a picture: colours are sequences, striped bars shared walks, grey ones merges; the
-        pointer on a bar shows what it is. Raises as ``text``."""
+        """The same as a picture: colours are sequences, striped bars shared walks, grey ones
+        merges; the pointer on a bar shows what it is. Raises as ``text``."""
         return timeline_picture.svg(*self._chosen(call), self.busy(call))
 
     def _repr_svg_(self) -> str:
@@ -178,8 +192,8 @@ class Timeline:
         return f"<Timeline of {len(self.calls)} calls, {len(self.events)} events>"
 
     def to_chrome(self) -> dict[str, Any]:
-        """The Chrome trace format, which Perfetto and chrome://tracing open: microseconds from the begin of
-        the first call; tid is the worker, and one more thread holds the calls."""
+        """The Chrome trace format, which Perfetto and chrome://tracing open: microseconds from the
+        begin of the first call; tid is the worker, and one more thread holds the calls."""
         origin = min((call.begin_ns for call in self.calls), default=0)
         n_workers = max((call.n_workers for call in self.calls), default=0)
         events: list[dict[str, Any]] = []
@@ -187,18 +201,29 @@ class Timeline:
         def add(ph: str, tid: int, name: str, args: dict[str, Any], **more: Any) -> None:
             events.append({"ph": ph, "pid": 1, "tid": tid, "name": name, **more, "args": args})
 
-        def add_bar(tid: int, name: str, args: dict[str, Any], kind: str, begin: int, end: int) -> None:
+        def add_bar(
+            tid: int, name: str, args: dict[str, Any], kind: str, begin: int, end: int
+        ) -> None:
             add("X", tid, name, args, cat=kind, ts=(begin - origin) / 1e3, dur=(end - begin) / 1e3)
 
         for tid, lane in enumerate([*(f"worker {i}" for i in range(n_workers)), "calls"]):
             add("M", tid, "thread_name", {"name": lane})
-            add("M", tid, "thread_sort_index", {"sort_index": (tid + 1) % (n_workers + 1)})  # calls on top
+            add(
+                "M", tid, "thread_sort_index", {"sort_index": (tid + 1) % (n_workers + 1)}
+            )  # calls on top
         for i, call in enumerate(self.calls):
-            facts = {"call": i, "sequences": call.n_sequences, "workers": call.n_workers, "lost": call.n_lost}
+            facts = {
+                "call": i,
+                "sequences": call.n_sequences,
+                "workers": call.n_workers,
+                "lost": call.n_lost,
+            }
             add_bar(n_workers, call.fn, facts, "call", call.begin_ns, call.end_ns)
         for e in self.events:
             values = {name: int(e[name]) for name in EVENT.names or ()}
-            worker, what, begin, end = (values.pop(n) for n in ("worker", "what", "begin_ns", "end_ns"))
+            worker, what, begin, end = (
+                values.pop(n) for n in ("worker", "what", "begin_ns", "end_ns")
+            )
             kind = ("rows", "shared", "merge")[what]
             add_bar(worker, timeline_picture.name_of(e), values, kind, begin, end)
         return {"traceEvents": events, "displayTimeUnit": "ns", "otherData": {"lost": self.n_lost}}

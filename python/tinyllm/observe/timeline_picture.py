@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: MIT
 """A timeline as text and as SVG: a lane for each worker, bars for what it did.
 
-The SVG is one self-contained document with its own background, without scripts, styles or ids. Bars too
-narrow to see are drawn as one with their neighbours, so that its size is bounded whatever happened.
+The SVG is one self-contained document with its own background, without scripts, styles or ids. Bars
+too narrow to see are drawn as one with their neighbours, so that its size is bounded whatever
+happened.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ _NARROW: Final = 0.5  # pixels below which a bar joins its neighbour
 _LABEL: Final = 52  # pixels from which a bar says what it is
 _LINE, _CALL, _MERGE = "#d3dae2", "#eef2f6", "#9aa5b1"
 
-# The palette of Okabe and Ito, as in the pictures of a cache: for SVG with the ink that reads on it, and for
-# terminals the nearest of 256 colours.
+# The palette of Okabe and Ito, as in the pictures of a cache: for SVG with the ink that reads on
+# it, and for terminals the nearest of 256 colours.
 _COLOURS: Final = (
     ("#56b4e9", INK), ("#e69f00", INK), ("#009e73", PAPER), ("#cc79a7", INK), ("#f0e442", INK),
     ("#0072b2", PAPER), ("#d55e00", PAPER),
@@ -54,7 +55,11 @@ def title(calls: Sequence[TracedCall], busy: Busy) -> str:
     names = " and ".join(sorted({call.fn for call in calls}))
     many = f"{plural(len(calls), 'call')} of {names}" if len(calls) > 1 else names
     took = _time(sum(call.end_ns - call.begin_ns for call in calls))
-    parts = [plural(max(call.n_sequences for call in calls), "sequence"), plural(len(busy), "worker"), took]
+    parts = [
+        plural(max(call.n_sequences for call in calls), "sequence"),
+        plural(len(busy), "worker"),
+        took,
+    ]
     lost = sum(call.n_lost for call in calls)
     if lost:
         parts.append(f"{plural(lost, 'event')} lost")
@@ -82,10 +87,13 @@ def _ticks(span_ns: int, most: int) -> tuple[list[int], str, int]:
     return list(range(0, span_ns + 1, step)), unit, size
 
 
-# --- text ---------------------------------------------------------------------------------------------------
+# --- text
+# ---------------------------------------------------------------------------------------------------
 
 
-def text(calls: Sequence[TracedCall], events: NDArray[Any], busy: Busy, width: int, colour: bool) -> str:
+def text(
+    calls: Sequence[TracedCall], events: NDArray[Any], busy: Busy, width: int, colour: bool
+) -> str:
     """Lanes of ``width`` characters, a time axis and a legend, without a newline at the end."""
     lines = [title(calls, busy)]
     if not calls:
@@ -95,7 +103,9 @@ def text(calls: Sequence[TracedCall], events: NDArray[Any], busy: Busy, width: i
     for worker, part in enumerate(busy):
         own = events[events["worker"] == worker]
         label = f"worker {worker}"
-        lines.append(f"{label:{head}}  {_lane(own, begin, end, width, colour)}  {percent(float(part))}")
+        lines.append(
+            f"{label:{head}}  {_lane(own, begin, end, width, colour)}  {percent(float(part))}"
+        )
     lines.append(f"{'':{head}}  {_axis(end - begin, width)}")
     lines.append(f"{'':{head}}  {_legend(events)}")
     return "\n".join(lines)
@@ -112,7 +122,10 @@ def _lane(events: NDArray[Any], begin: int, end: int, width: int, colour: bool) 
             here = min(event["end_ns"], edges[cell + 1]) - max(event["begin_ns"], edges[cell])
             shares[cell][_key(event)] = shares[cell].get(_key(event), 0) + here
     half = (end - begin) / width / 2
-    cells = [max(share, key=lambda k: share[k]) if sum(share.values()) >= half else "." for share in shares]
+    cells = [
+        max(share, key=lambda k: share[k]) if sum(share.values()) >= half else "."
+        for share in shares
+    ]
     runs = ["".join(run) for _, run in groupby(cells)]
     return "".join(_painted(run) if colour else run for run in runs)
 
@@ -217,7 +230,9 @@ def _look(event: Any) -> tuple[str, str]:
     if event["what"] == TL_TRACE_MERGE:
         return _MERGE, INK
     return (
-        (SLATE, PAPER) if event["what"] == TL_TRACE_SHARED else _COLOURS[int(event["seq"]) % len(_COLOURS)]
+        (SLATE, PAPER)
+        if event["what"] == TL_TRACE_SHARED
+        else _COLOURS[int(event["seq"]) % len(_COLOURS)]
     )
 
 
@@ -225,9 +240,7 @@ def _bar(run: list[Any], scale: _Scale, y: float) -> str:
     event, (fill, ink) = run[0], _look(run[0])
     x, wide = scale(event["begin_ns"]), scale(run[-1]["end_ns"]) - scale(event["begin_ns"])
     more = f" and {plural(len(run) - 1, 'narrow bar')} after it" if len(run) > 1 else ""
-    drawn = (
-        f'<rect x="{x:.2f}" y="{y}" width="{max(wide - 0.6, 0.3):.2f}" height="{_LANE - 8}" fill="{fill}"/>'
-    )
+    drawn = f'<rect x="{x:.2f}" y="{y}" width="{max(wide - 0.6, 0.3):.2f}" height="{_LANE - 8}" fill="{fill}"/>'
     if event["what"] == TL_TRACE_SHARED:  # stripes: a line as thick as the bar, dashed
         drawn += (
             f'<path d="M{x:.2f} {y + (_LANE - 8) / 2}h{max(wide - 0.6, 0):.2f}" stroke="{PAPER}" '

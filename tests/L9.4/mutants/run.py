@@ -3,19 +3,21 @@
 
     run.py [-j N] [--list] [NAME or PREFIX ...]
 
-A mutant is one patch beside this file. Above the diff stand
+A mutant is one patch in the folder that is named as the source it changes: c/runtime/pool.c/x.patch
+for c/src/runtime/pool.c, python/errors.py/y.patch for python/tinyllm/errors.py. Above the diff stand
 
     killed-by: test_paged_attn:hand_example         (a C test program and a test in it), or
     killed-by: test_paged_cache.py::test_fork       (a pytest test)
     why: one sentence
     needs: avx2                                     (only where the fault can be seen on nothing else)
 
-Each is planted in a copy of one unmutated build, so that only what it changed is compiled again. A fault in
-a file that is compiled once per instruction set is compiled for one of them, and the test runs on that one.
+Each is planted in a copy of one unmutated build, so that only what it changed is compiled again. A
+fault in a file that is compiled once per instruction set is compiled for one of them, and the test
+runs on that one.
 
-Killed: the test fails, dies, or hangs, and passes without the fault. Everything else fails the run: a
-survivor, a patch that no longer applies, a fault that does not compile, a test that is not there or fails
-anyway.
+Killed: the test fails, dies, or hangs, and passes without the fault. Everything else fails the run:
+a survivor, a patch that no longer applies, a fault that does not compile, a test that is not there
+or fails anyway.
 """
 
 from __future__ import annotations
@@ -37,9 +39,16 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
+TESTS = Path("tests/L9.4")
 SOURCES = ("c", "python", "tests", "Makefile", "pyproject.toml")
 # What marks a file that is compiled once per instruction set.
-PER_ISA = ("c/src/numerics/", ".isa.c", "kernels/attn_score", "kernels/attn_values", "kernels/attn_walk")
+PER_ISA = (
+    "c/src/numerics/",
+    ".isa.c",
+    "kernels/attn_score",
+    "kernels/attn_values",
+    "kernels/attn_walk",
+)
 # Killers that never run the attention kernels, which take longest to compile.
 NO_ATTENTION = ("test_numerics:", "test_softmax:", "test_kv_append:")
 MAKE = ("make", "--no-print-directory", "B=build", "CFLAGS=-O1")
@@ -81,7 +90,8 @@ class Result:
     seconds: float
 
 
-# --- reading patches ----------------------------------------------------------------------------------------
+# --- reading patches
+# ----------------------------------------------------------------------------------------
 
 
 def read_mutant(patch: Path) -> Mutant:
@@ -109,7 +119,15 @@ def read_mutant(patch: Path) -> Mutant:
                 new.append(line[1:])
     if "killed-by" not in head or "why" not in head or not hunks:
         raise SystemExit(f"{patch.name}: needs 'killed-by:', 'why:' and a diff")
+    folder = str(patch.parent.relative_to(HERE))
+    if folder not in {name_of(hunk.path) for hunk in hunks}:
+        raise SystemExit(f"{patch.name}: lies in {folder} and changes {hunks[0].path}")
     return Mutant(patch.stem, head["killed-by"], head["why"], head.get("needs", ""), tuple(hunks))
+
+
+def name_of(source: str) -> str:
+    """The folder of a source's mutants."""
+    return source.replace("c/src/", "c/").replace("python/tinyllm/", "python/")
 
 
 def apply(mutant: Mutant, tree: Path) -> None:
@@ -123,14 +141,19 @@ def apply(mutant: Mutant, tree: Path) -> None:
         text = "\n" + texts[hunk.path]
         found = text.count("\n" + old)
         if found != 1:
-            where = "is not there" if found == 0 else f"is there {found} times: give it more context"
-            raise Bad(f"no longer applies: in {hunk.path}, {hunk.old[len(hunk.old) // 2].strip()!r} {where}")
+            where = (
+                "is not there" if found == 0 else f"is there {found} times: give it more context"
+            )
+            raise Bad(
+                f"no longer applies: in {hunk.path}, {hunk.old[len(hunk.old) // 2].strip()!r} {where}"
+            )
         texts[hunk.path] = text.replace("\n" + old, "\n" + new)[1:]
     for path, text in texts.items():
         (tree / path).write_text(text, encoding="utf-8")
 
 
-# --- building and running -----------------------------------------------------------------------------------
+# --- building and running
+# -----------------------------------------------------------------------------------
 
 
 def isa_here() -> str:
@@ -150,7 +173,9 @@ def program(killer: str) -> str:
 
 
 def make(tree: Path, *arguments: str) -> None:
-    done = subprocess.run([*MAKE, *arguments], cwd=tree, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*MAKE, *arguments], cwd=tree, capture_output=True, text=True, check=False
+    )
     if done.returncode != 0:
         lines = (done.stdout + done.stderr).splitlines()
         errors = [line.strip() for line in lines if "error" in line or "***" in line]
@@ -160,7 +185,7 @@ def make(tree: Path, *arguments: str) -> None:
 def environment(tree: Path, isa: str) -> dict[str, str]:
     ours = ("TINYLLM_", "MAKE", "PARITY_")
     env = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
-    env["PYTHONPATH"] = os.pathsep.join(str(tree / part) for part in ("python", "tests/L9.4"))
+    env["PYTHONPATH"] = os.pathsep.join(str(tree / part) for part in ("python", TESTS / "harness"))
     env["PYTHONDONTWRITEBYTECODE"] = "1"
     env["TINYLLM_LIB"] = str(tree / "build/libtinyllm.so")
     env["TINYLLM_BUILD"] = "build"
@@ -175,7 +200,15 @@ def run_test(tree: Path, killer: str, isa: str, seconds: float) -> str:
     if name:
         command = [f"build/tests/{name}", killer.partition(":")[2]]
     else:
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/L9.4/{killer}"]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            str(TESTS / "python" / killer),
+        ]
     child = subprocess.Popen(
         command,
         cwd=tree,
@@ -226,17 +259,17 @@ class Bench:
             else:
                 shutil.copy2(source, self.base / name)
         programs = sorted({program(mutant.killer) for mutant in mutants} - {""})
-        there = [name for name in programs if (self.base / f"tests/L9.4/{name}.c").is_file()]
+        there = [name for name in programs if any((self.base / TESTS).glob(f"*/{name}.c"))]
         make(self.base, f"-j{self.jobs}", "all", *(f"build/tests/{name}" for name in there))
 
     def check_baseline(self, killer: str, isa: str) -> None:
-        """The killer must pass without any fault, else it proves nothing. One that goes by the clock may
-        stumble once on a busy machine."""
+        """The killer must pass without any fault, else it proves nothing. One that goes by the
+        clock may stumble once on a busy machine."""
         started = time.monotonic()
         try:
             name = program(killer)
             if name and not (self.base / f"build/tests/{name}").is_file():
-                raise Bad(f"there is no tests/L9.4/{name}.c")
+                raise Bad(f"there is no {TESTS}/*/{name}.c")
             how = run_test(self.base, killer, isa, 240) and run_test(self.base, killer, isa, 240)
             trouble = f"{killer} fails without the fault, too: {how}" if how else ""
         except Bad as bad:
@@ -271,8 +304,8 @@ class Bench:
         return run_test(tree, mutant.killer, isa, 15 + 10 * seconds)
 
     def stale_objects(self, tree: Path, mutant: Mutant, isa: str) -> list[str]:
-        """What make is to leave as it is: objects for other instruction sets, and what the killer never
-        runs."""
+        """What make is to leave as it is: objects for other instruction sets, and what the killer
+        never runs."""
         skip = "attn_rows." if mutant.killer.startswith(NO_ATTENTION) else "/"
         return [
             f"--assume-old={path.relative_to(tree)}"
@@ -281,7 +314,8 @@ class Bench:
         ]
 
 
-# --- the run ------------------------------------------------------------------------------------------------
+# --- the run
+# ------------------------------------------------------------------------------------------------
 
 
 def choose(mutants: list[Mutant], wanted: list[str]) -> list[Mutant]:
@@ -309,22 +343,27 @@ def run_all(mutants: list[Mutant], jobs: int, root: Path) -> list[Result]:
 def table(results: list[Result]) -> str:
     rows = [("mutant", "file", "killed by", "    s", "how")]
     for r in results:
-        files = [path.removeprefix("c/src/").removeprefix("python/tinyllm/") for path in r.mutant.paths]
+        files = [
+            path.removeprefix("c/src/").removeprefix("python/tinyllm/") for path in r.mutant.paths
+        ]
         rows.append((r.mutant.name, ", ".join(files), r.mutant.killer, f"{r.seconds:5.1f}", r.how))
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, [*widths, 0], strict=True)) for row in rows
+        "  ".join(cell.ljust(width) for cell, width in zip(row, [*widths, 0], strict=True))
+        for row in rows
     )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Plants known faults; every one must be killed by its test.")
+    parser = argparse.ArgumentParser(
+        description="Plants known faults; every one must be killed by its test."
+    )
     cpus = os.cpu_count() or 1
     parser.add_argument("-j", type=int, default=cpus, metavar="N", help="mutants at a time (CPUs)")
     parser.add_argument("--list", action="store_true", help="print the mutants and stop")
     parser.add_argument("names", nargs="*", help="names of mutants, or how they begin (all)")
     args = parser.parse_args()
-    mutants = choose([read_mutant(patch) for patch in sorted(HERE.glob("*.patch"))], args.names)
+    mutants = choose([read_mutant(patch) for patch in sorted(HERE.rglob("*.patch"), key=lambda patch: patch.name)], args.names)
     if args.list:
         for mutant in mutants:
             print(f"{mutant.name}\n    {mutant.why}\n    killed by {mutant.killer}")

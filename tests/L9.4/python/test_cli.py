@@ -1,0 +1,667 @@
+# SPDX-License-Identifier: MIT
+"""The command ``tinyllm``, mostly run as a user runs it: what it answers, what it refuses, how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tinyllm
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tinyllm import cli, reference
+from tinyllm.cli import bench, common, demo, golden, machine, selftest
+from tinyllm.ffi.libtinyllm import Lib
+
+Done = subprocess.CompletedProcess[str]
+Run = Callable[..., Done]
+NAMES = [command.NAME for command in cli.COMMANDS]
+OWN = ("info", "selftest", "bench", "demo")
+
+
+@pytest.fixture
+def environment(lib: Lib, root: Path) -> dict[str, str]:
+    """The environment of a user with this package and this library."""
+    plain = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("TINYLLM_ISA", "NO_COLOR", "PYTHONIOENCODING")
+    }
+    return plain | {
+        "PYTHONPATH": str(root / "python"),
+        "TINYLLM_LIB": str(lib.path),
+        "TERM": "xterm",
+    }
+
+
+@pytest.fixture
+def run(environment: dict[str, str]) -> Run:
+    """Runs ``python -m tinyllm`` with arguments and perhaps other variables."""
+
+    def tinyllm(*argv: str, **env: str) -> Done:
+        return subprocess.run(
+            [sys.executable, "-m", "tinyllm", *argv],
+            env=environment | env, capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+
+    return tinyllm
+
+
+def good(done: Done) -> str:
+    """What a command printed that had nothing to complain about."""
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    return done.stdout
+
+
+# --- help and arguments
+# -------------------------------------------------------------------------------------
+
+
+def test_version_is_that_of_the_package(run: Run) -> None:
+    assert good(run("--version")) == f"tinyllm {tinyllm.__version__}\n"
+
+
+def test_help_names_every_command_and_every_exit_status(run: Run) -> None:
+    text = good(run("--help"))
+    for name in NAMES:
+        assert re.search(rf"^    {name} ", text, re.MULTILINE), name
+    for status in ("0", "1", "2", "130, 141"):
+        assert re.search(rf"^  {status}  ", text, re.MULTILINE), status
+    assert all(len(line) <= 80 for line in text.splitlines())
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_help_of_a_command_has_examples_that_its_parser_takes(name: str, run: Run) -> None:
+    text = good(run(name, "--help"))
+    examples = re.findall(rf"^  (?:\w+=\w+ )?tinyllm ({name}.*?)(?:   .*)?$", text, re.MULTILINE)
+    assert examples and all(len(line) <= 80 for line in text.splitlines())
+    for example in examples:
+        cli._parser().parse_args(example.split())
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        ([], "tinyllm: the following arguments are required: COMMAND"),
+        (["dance"], "tinyllm: no command 'dance'; there are info, selftest"),
+        (["info", "--jso"], "tinyllm info: unknown arguments: --jso (tinyllm info --help)"),
+        (["info", "--heads", "4"], "tinyllm info: --heads, --dim and --layers"),
+        (["selftest", "now"], "tinyllm selftest: unknown arguments: now"),
+        (["bench", "--heads", "32/7"], "tinyllm bench: --heads 32/7: 32 is no multiple of 7"),
+        (
+            ["bench", "--heads", "32/8/2"],
+            "tinyllm bench: --heads 32/8/2: not query heads / KV heads",
+        ),
+        (["bench", "--heads", "0"], "tinyllm bench: --heads 0: not within 1 .. "),
+        (["bench", "--heads", ""], "tinyllm bench: --heads : not a whole number"),
+        (["bench", "--heads"], "tinyllm bench: --heads expected one argument"),
+        (["bench", "--dim", "12.5"], "tinyllm bench: --dim 12.5: not a whole number"),
+        (["bench", "--ctx", "100,,200"], "tinyllm bench: --ctx : not a whole number"),
+        (
+            ["bench", "--ctx", "2147483648"],
+            "tinyllm bench: --ctx 2147483648: not within 1 .. 2147483647",
+        ),
+        (["bench", "--ctx", "9" * 5000], "not a whole number"),
+        (["bench", "--batch", "-1"], "tinyllm bench: --batch -1: not a whole number"),
+        (["bench", "--threads", "5000"], "tinyllm bench: --threads 5000: not within 0 .. 4096"),
+        (["bench", "--block", "0"], "tinyllm bench: --block 0: not within"),
+        (["bench", "--window", "x"], "tinyllm bench: --window x: not a whole number"),
+        (["bench", "--seconds", "nan"], "tinyllm bench: --seconds nan: not a number of seconds"),
+        (["bench", "--seconds", "0"], "tinyllm bench: --seconds 0: not a number of seconds"),
+        (
+            ["bench", "--ctx", "2000000000", "--batch", "1000000"],
+            "--ctx 2000000000 --batch 1000000 takes ",
+        ),
+        (["demo", "--json"], "tinyllm demo: unknown arguments: --json"),
+    ],
+)
+@pytest.mark.usefixtures("lib")
+def test_bad_arguments_are_refused_in_one_line(
+    argv: list[str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(argv) == 2
+    said = capsys.readouterr()
+    assert line in said.err and said.err.count("\n") == 1 and said.out == ""
+
+
+def test_a_refusal_reaches_the_shell(run: Run) -> None:
+    done = run("bench", "--heads", "32/7")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert (
+        done.stderr
+        == "tinyllm bench: --heads 32/7: 32 is no multiple of 7 (tinyllm bench --help)\n"
+    )
+
+
+WORDS = st.sampled_from(
+    [
+        *NAMES,
+        "--json",
+        "--heads",
+        "--ctx",
+        "--seconds",
+        "--help",
+        "--",
+        "32/8",
+        "1,2",
+        "-1",
+        "é",
+        "\udcff",
+        "%s",
+    ]
+)
+
+
+@settings(deadline=None)
+@given(argv=st.lists(WORDS | st.text(max_size=6), max_size=5))
+def test_no_arguments_give_a_traceback(argv: list[str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        for command in cli.COMMANDS:
+            patch.setattr(command, "run", lambda args: 0)
+        try:
+            status = cli.main(argv)
+        except SystemExit as end:  # argparse, after help or the version
+            status = end.code
+            assert any(word.startswith("-") for word in argv)
+    assert status in (0, 2)
+
+
+# --- info
+# ---------------------------------------------------------------------------------------------------
+
+
+def test_info_tells_what_the_library_says(run: Run, lib: Lib) -> None:
+    facts = json.loads(good(run("info", "--json")))
+    assert facts["library"] == str(lib.path)
+    assert (facts["version"], facts["library_version"]) == (
+        tinyllm.__version__,
+        lib.tl_version().decode(),
+    )
+    assert (facts["abi_version"], facts["numerics_version"]) == (1, 1)
+    assert facts["isa"] == facts["isa_names"][0] and facts["isa_names"][-1] == "scalar"
+    assert facts["cpus_usable"] == len(os.sched_getaffinity(0)) and facts["problem"] is None
+    assert facts["numpy"] == np.__version__
+    text = good(run("info"))
+    for word in (str(lib.path), facts["isa"], facts["cpu"], tinyllm.__version__, np.__version__):
+        assert word in text
+
+
+def test_info_follows_the_affinity_of_the_process(environment: dict[str, str]) -> None:
+    one = min(os.sched_getaffinity(0))
+    code = f"import os, tinyllm.cli; os.sched_setaffinity(0, [{one}]); tinyllm.cli.main(['info', '--json'])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, check=True
+    )
+    assert json.loads(done.stdout)["cpus_usable"] == 1
+
+
+def test_info_counts_the_bytes_that_a_cache_has(run: Run, lib: Lib) -> None:
+    argv = ("--heads", "12/3", "--dim", "40", "--layers", "5", "--block", "24")
+    cache = json.loads(good(run("info", "--json", *argv)))["cache"]
+    with tinyllm.PagedKVCache(lib, 1, 24, 5, 3, 40) as real:
+        assert cache["block_bytes"] == lib.tl_kv_block_bytes(real.pool)
+    assert (
+        cache["blocks_for_1024_tokens"] == 43 and cache["token_bytes"] * 24 == cache["block_bytes"]
+    )
+    assert "43 blocks" in good(run("info", *argv))
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_library_that_is_not_there_is_named(name: str, run: Run, tmp_path: Path) -> None:
+    done = run(name, TINYLLM_LIB=str(tmp_path / "gone.so"))
+    assert done.returncode == 2 and "Traceback" not in done.stderr and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"tinyllm {name}: ") and "gone.so" in done.stderr
+    assert ("numpy" in done.stdout) == (name == "info")  # which says what it can
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_file_that_is_no_library_is_named(name: str, run: Run, tmp_path: Path) -> None:
+    (tmp_path / "text.so").write_text("no library")
+    done = run(name, TINYLLM_LIB=str(tmp_path / "text.so"))
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "text.so" in done.stderr
+
+
+def test_the_problem_stands_in_the_json_of_info(run: Run) -> None:
+    done = run("info", "--json", TINYLLM_LIB="/nowhere.so")
+    facts = json.loads(done.stdout)
+    assert done.returncode == 2 and "/nowhere.so" in facts["problem"] and "isa" not in facts
+
+
+@pytest.mark.parametrize("name", ["info", "bench", "demo"])
+def test_an_instruction_set_that_is_not_here_is_refused(name: str, run: Run) -> None:
+    done = run(name, TINYLLM_ISA="mmx")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "TINYLLM_ISA=mmx" in done.stderr and "scalar" in done.stderr
+
+
+def test_a_library_older_than_the_package_is_named(
+    lib: Lib, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(common, "signatures", lambda: {"tl_version": (), "tl_of_the_future": ()})
+    assert cli.main(["info"]) == 2
+    assert "tl_of_the_future" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "mode"),
+    [
+        ("always [madvise] never\n", "madvise"),
+        ("[always] madvise never\n", "always"),
+        ("", None),
+        (None, None),
+    ],
+)
+def test_the_mode_of_huge_pages_is_the_one_in_brackets(
+    content: str | None, mode: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if content is not None:
+        (tmp_path / "enabled").write_text(content)
+    monkeypatch.setattr(machine, "_HUGE_PAGES", tmp_path / "enabled")
+    assert machine.huge_pages() == mode
+
+
+def test_memory_is_bounded_by_the_container(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    total, _ = machine.memory()
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("400000\n")
+    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
+    assert machine.memory() == (1000000, 600000)
+    (tmp_path / "memory.max").write_text("max\n")
+    assert machine.memory()[0] == total
+
+
+# --- selftest -----------------------------------------------------------------------------------------------
+
+
+def test_selftest_finds_the_bits_right_on_every_instruction_set(run: Run, lib: Lib) -> None:
+    text = good(run("selftest"))
+    for isa in lib.tl_isa_names().decode().split():
+        assert re.search(
+            rf"^  {isa} +13 groups of 13: these bits are numerics version 1 ", text, re.MULTILINE
+        )
+    report = json.loads(good(run("selftest", "--json", TINYLLM_ISA="scalar")))
+    assert [v["isa"] for v in report["instruction_sets"]] == lib.tl_isa_names().decode().split()
+    assert report["same_bits"] is True and report["expected_digests"] == golden.DIGESTS
+
+
+def test_selftest_names_a_group_whose_digest_is_another(
+    lib: Lib, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = golden.DIGESTS["softmax"]
+    monkeypatch.setitem(golden.DIGESTS, "softmax", "0" * 64)
+    assert cli.main(["selftest"]) == 1
+    text, n = capsys.readouterr().out, len(lib.tl_isa_names().split())
+    assert (
+        text.count("DIFFERS: softmax, 1 thread\n")
+        == text.count("DIFFERS: softmax, 2 threads\n")
+        == n
+    )
+    assert text.count(right) == text.count("0" * 64) == 2 * n
+    assert "exp" not in text.replace("expected", "") and "these bits are" not in text
+
+
+ATTENTION = {name for name in golden.GROUPS if name.startswith(("decode", "chunks", "prefill"))}
+
+
+@pytest.mark.skipif(
+    os.uname().machine != "x86_64", reason="constants may not stand in the code as they are"
+)
+@pytest.mark.parametrize(
+    ("constant", "groups"),
+    [
+        ("EXP_C2", ATTENTION | {"softmax", "exp"}),
+        ("EXP_C6", {"exp"}),
+        ("TANH_C3", {"chunks f16, every option", "chunks bf16, softcap"}),
+    ],
+)
+def test_selftest_sees_a_library_with_other_bits(
+    constant: str, groups: set[str], run: Run, lib: Lib, tmp_path: Path
+) -> None:
+    """A library in which a coefficient of exp or tanh is off by one ulp: what is built on it, differs."""
+    right = getattr(reference, constant)
+    code, wrong = Path(lib.path).read_bytes(), np.nextafter(right, np.float32(1))
+    assert right.tobytes() in code
+    (tmp_path / "libtinyllm.so").write_bytes(code.replace(right.tobytes(), wrong.tobytes()))
+    done = run("selftest", "--json", TINYLLM_LIB=str(tmp_path / "libtinyllm.so"))
+    assert (done.returncode, done.stderr) == (1, "")
+    report = json.loads(done.stdout)
+    assert report["same_bits"] is False
+    for verdict in report["instruction_sets"]:
+        assert verdict["same_bits"] is False and verdict["problem"] is None
+        for threads in golden.THREADS:
+            differ = {d["group"] for d in verdict["differences"] if d["threads"] == threads}
+            assert differ == groups, verdict["isa"]
+
+
+def test_selftest_says_that_the_library_has_another_numerics_version(
+    lib: Lib, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(golden, "NUMERICS_VERSION", 2)
+    assert cli.main(["selftest"]) == 1
+    said = capsys.readouterr().err
+    assert "the library has numerics version 1" in said and "digests of version 2" in said
+
+
+@pytest.mark.parametrize(
+    ("status", "stderr", "words"),
+    [
+        (-signal.SIGILL, "", "was ended by SIGILL"),
+        (-33, "", "was ended by signal 33"),
+        (3, "warning\nOSError: gone\n", "ended with status 3: OSError: gone"),
+        (4, "", "ended with status 4: nothing on stderr"),
+    ],
+)
+def test_selftest_survives_a_process_that_does_not(
+    status: int,
+    stderr: str,
+    words: str,
+    lib: Lib,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(
+        selftest,
+        "in_process",
+        lambda code, lib, isa: subprocess.CompletedProcess([], status, "", stderr),
+    )
+    assert cli.main(["selftest"]) == 1
+    assert f"FAILED: the process {words}" in capsys.readouterr().out
+
+
+# --- bench --------------------------------------------------------------------------------------------------
+
+SMALL = ("--heads", "4/2", "--dim", "16", "--seconds", "0.05", "--threads", "1,2")
+
+
+def test_bench_prints_a_row_for_every_combination(run: Run) -> None:
+    text = good(run("bench", *SMALL, "--ctx", "3,900", "--batch", "5"))
+    rows = re.findall(r"^ +(\d+) +(\d+) +(\d+) .*%$", text, re.MULTILINE)
+    assert rows == [("3", "5", "1"), ("3", "5", "2"), ("900", "5", "1"), ("900", "5", "2")]
+    assert all(len(line) <= 80 for line in text.splitlines())
+
+
+def test_bench_says_that_a_small_shape_stays_in_the_cache(
+    lib: Lib, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(machine, "last_level_cache", lambda: 1 << 30)
+    assert cli.main(["bench", *SMALL, "--ctx", "3"]) == 0
+    assert "partly from the cache" in capsys.readouterr().out
+    monkeypatch.setattr(machine, "last_level_cache", lambda: 1024)
+    assert cli.main(["bench", *SMALL, "--ctx", "30"]) == 0
+    assert "partly from the cache" not in capsys.readouterr().out
+
+
+def test_bench_in_json_counts_the_bytes_that_a_call_reads(run: Run) -> None:
+    report = json.loads(
+        good(run("bench", *SMALL, "--json", "--ctx", "10,33", "--window", "20", "--block", "5"))
+    )
+    assert [s["call_bytes"] for s in report["shapes"]] == [n * 2 * 16 * 4 for n in (10, 10, 20, 20)]
+    for s in report["shapes"]:
+        blocks = -(-s["ctx"] // 5)
+        assert s["pool_bytes"] == blocks * 5 * 2 * 16 * 4 * s["layers"]
+        assert (
+            s["p10_seconds"] <= s["median_seconds"] <= s["p90_seconds"]
+            and s["calls"] >= 3 * s["layers"]
+        )
+        assert s["of_roof"] == pytest.approx(s["bytes_per_second"] / s["roof_bytes_per_second"])
+        assert s["bytes_per_second"] == pytest.approx(s["call_bytes"] / s["median_seconds"])
+        assert 0 <= s["error_of_largest_value"] < 1e-5
+
+
+def test_bench_goes_through_four_times_the_cache_or_what_memory_has_room_for() -> None:
+    shape = bench.Shape(32, 8, 128, 1024, 1, 16, 0, 1)
+    assert shape.layer_bytes == shape.call_bytes == 4 << 20
+    assert shape.fitted(1 << 40, 32 << 20).layers == 32
+    assert shape.fitted(None, 33 << 20).layers == 33
+    assert (
+        replace(shape, ctx=1 << 20, window=16).fitted(None, 1 << 30).layers == 4
+    )  # 4 GiB each, hardly seen
+    assert replace(shape, ctx=1, batch=2048).fitted(None, 1 << 30).layers == 4  # 2048 appends each
+    assert replace(shape, ctx=1).fitted(None, 1 << 30).layers == 1024
+    tight = shape.fitted(64 << 20, 32 << 20)
+    assert 1 <= tight.layers < 16 and tight.layers * (4 << 20) + tight.other_bytes <= 0.8 * (
+        64 << 20
+    )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (1.23e-6, "1.23 us"),
+        (45.67e-6, "45.7 us"),
+        (999.4e-6, "999 us"),
+        (999.6e-6, "1.00 ms"),
+        (2.5, "2.50 s"),
+    ],
+)
+def test_times_have_three_digits(seconds: float, text: str) -> None:
+    assert bench._time(seconds) == text
+
+
+@pytest.mark.usefixtures("lib")
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("--heads", "4096/1", "--dim", "1", "--ctx", "2"),
+        ("--heads", "1", "--dim", "4096", "--ctx", "1"),
+        ("--heads", "1", "--dim", "1", "--ctx", "3", "--block", "1000000"),
+        ("--heads", "2", "--dim", "4", "--ctx", "5", "--batch", "30"),
+        ("--heads", "1", "--dim", "8", "--ctx", "2000", "--window", "7"),
+    ],
+)
+def test_bench_measures_shapes_at_the_edges(argv: tuple[str, ...]) -> None:
+    assert cli.main(["bench", "--seconds", "0.01", "--threads", "2", *argv]) == 0
+
+
+@pytest.mark.usefixtures("lib")
+def test_bench_refuses_what_does_not_fit_before_it_takes_memory(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def forbidden(*args: Any) -> None:
+        raise AssertionError("memory was taken")
+
+    monkeypatch.setattr(machine, "memory", lambda: (1 << 30, 100 << 20))
+    monkeypatch.setattr(tinyllm, "PagedKVCache", forbidden)
+    assert cli.main(["bench", "--ctx", "64,1000000"]) == 2
+    said = capsys.readouterr()
+    assert (
+        "tinyllm bench: --ctx 1000000 --batch 1 takes 13.4 GiB" in said.err
+        and "100 MiB" in said.err
+    )
+    assert said.out == ""
+
+
+@pytest.mark.usefixtures("lib")
+@pytest.mark.parametrize(("layers", "wrong_by"), [("all", 0.01), ("all", np.nan), ("one", 0.01)])
+def test_bench_finds_wrong_results(
+    layers: str,
+    wrong_by: float,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    right = bench.Workload.decode
+
+    def wrong(self: bench.Workload, layer: int) -> None:
+        right(self, layer)
+        if layers == "all" or layer == 1:
+            self.out[-1, -1, -1] += np.float32(wrong_by)
+
+    monkeypatch.setattr(bench.Workload, "decode", wrong)
+    assert cli.main(["bench", *SMALL, "--ctx", "50"]) == 1
+    assert "ctx 50, batch 1: wrong results" in capsys.readouterr().err
+
+
+# --- demo ---------------------------------------------------------------------------------------------------
+
+
+def test_demo_proves_that_the_bits_are_the_same(run: Run, lib: Lib) -> None:
+    text = good(run("demo"))
+    digests = re.findall(r" ([0-9a-f]{16})$", text, re.MULTILINE)
+    assert (
+        len(digests) == len(demo.WAYS) + len(lib.tl_isa_names().split()) - 1
+        and len(set(digests)) == 1
+    )
+    assert "Equal, to the last bit." in text and "DIFFERS" not in text
+    assert "8 copies, and no other ever" in text and "make demo" in text
+    assert all(len(line) <= 80 for line in text.splitlines())
+
+
+def test_demo_finds_a_way_that_differs(
+    lib: Lib, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = demo.outcome
+
+    def outcome(lib: Lib, way: demo.Way) -> str:
+        return "0" * 64 if way.block == 5 else right(lib, way)
+
+    monkeypatch.setattr(demo, "outcome", outcome)
+    assert cli.main(["demo"]) == 1
+    text = capsys.readouterr().out
+    assert re.findall(r"^ +(.*), \w+ +0{16}  DIFFERS$", text, re.MULTILINE) == [
+        "all eight, blocks of 5 tokens"
+    ]
+    assert "They differ" in text and "Equal" not in text
+
+
+def test_outcomes_of_the_demo_follow_what_the_chats_hold(
+    lib: Lib, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equal digests mean something: another number in one token of one chat gives another."""
+    before = demo.outcome(lib, demo.WAYS[1])
+    make = demo.Chats.__init__
+
+    def changed(self: demo.Chats, *args: Any) -> None:
+        make(self, *args)
+        self._new[3, 1, 5, 0, 0, 0, 0] *= 2
+
+    monkeypatch.setattr(demo.Chats, "__init__", changed)
+    assert demo.outcome(lib, demo.WAYS[1]) != before
+
+
+# --- how it ends --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def start(environment: dict[str, str]) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """Starts ``python -m tinyllm``; what is still there at the end is killed."""
+    started = []
+
+    def popen(*argv: str, **options: Any) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tinyllm", *argv],
+            **{"env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options,
+        )
+        started.append(process)
+        return process
+
+    yield popen
+    for process in started:
+        with process:
+            process.kill()
+
+
+@pytest.mark.parametrize(
+    "argv", [["info"], ["info", "--json"], ["bench", *SMALL], ["demo"], ["selftest"]]
+)
+def test_a_reader_that_has_gone_is_no_trouble(argv: list[str], start: Any) -> None:
+    process = start(*argv)
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait(60) == 141
+
+
+def test_help_does_not_mind_a_reader_that_has_gone(start: Any) -> None:
+    process = start("--help")
+    process.stdout.close()
+    assert process.stderr.read() == b""
+
+
+def test_a_full_disk_is_named(start: Any) -> None:
+    with open("/dev/full", "w") as full:
+        process = start("info", stdout=full)
+        assert b"No space left" in process.stderr.read()
+        assert process.wait(60) == 2
+
+
+@pytest.mark.parametrize("argv", [["info"], ["bench", *SMALL]])
+def test_closed_streams_are_no_trouble(argv: list[str], environment: dict[str, str]) -> None:
+    command = ["sh", "-c", '"$@" >&- 2>&-', "sh", sys.executable, "-m", "tinyllm", *argv]
+    assert subprocess.run(command, env=environment, timeout=60, check=False).returncode == 0
+
+
+def test_an_interrupt_ends_it_without_a_traceback(start: Any) -> None:
+    process = start(
+        "bench", *SMALL, "--seconds", "60",
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    assert process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    assert process.stderr.read() == b""
+    assert process.wait(60) == 130
+
+
+def test_an_interrupt_that_leaves_a_call_half_done_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(args: Any) -> int:
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise RuntimeError("this PagedKVCache is in use by a call and cannot be closed")
+
+    monkeypatch.setattr(demo, "run", run)
+    assert cli.main(["demo"]) == 130
+
+
+def test_a_fault_of_a_command_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(args: Any) -> int:
+        raise RuntimeError("a fault")
+
+    monkeypatch.setattr(demo, "run", run)
+    with pytest.raises(RuntimeError, match="a fault"):
+        cli.main(["demo"])
+
+
+def on_a_terminal(start: Any, *argv: str, **env: str) -> bytes:
+    """What a command shows whose stdout and stderr are one terminal."""
+    ours, theirs = pty.openpty()
+    process = start(*argv, stdout=theirs, stderr=theirs, env=env)
+    os.close(theirs)
+    shown = b""
+    while True:
+        try:
+            shown += os.read(ours, 4096)
+        except OSError:  # the other side is closed
+            break
+    os.close(ours)
+    assert process.wait(60) == 0, shown
+    return shown
+
+
+def test_colour_and_progress_are_for_terminals_that_want_them(
+    start: Any, environment: dict[str, str]
+) -> None:
+    argv = ("bench", *SMALL, "--ctx", "40")
+    shown = on_a_terminal(start, *argv, **environment)
+    assert b"\x1b[1m" in shown and b"\r\x1b[K" in shown and b"checking" in shown
+    shown = on_a_terminal(start, *argv, **environment, NO_COLOR="1")
+    assert b"\x1b[1m" not in shown and b"checking" in shown
+    shown = on_a_terminal(start, *argv, **environment | {"TERM": "dumb"})
+    assert b"\x1b" not in shown and b"checking" not in shown
+
+
+def test_an_ascii_terminal_gets_an_answer(run: Run) -> None:
+    for argv in (["--help"], ["info"], ["demo"]):
+        done = run(*argv, PYTHONIOENCODING="ascii")
+        assert (done.returncode, done.stderr) == (0, ""), done.stderr
