@@ -14,8 +14,8 @@
 
 typedef struct tl_pool tl_pool;
 
-/* One range [lo, hi) of a parallel for. `worker` is in [0, tl_pool_threads) and belongs to one
- * thread for the duration of the range, so it can index scratch. */
+/* One range [lo, hi) of a parallel for. `worker` is in [0, tl_pool_threads); of one call it belongs
+ * to one thread for the duration of the range, so it can index scratch of that call. */
 typedef void (*tl_range_fn)(void *ctx, int64_t lo, int64_t hi, int worker);
 
 TL_BEGIN_DECLS
@@ -38,7 +38,8 @@ TL_API tl_status tl_pool_create(int n_threads, tl_pool **out);
  * TL_EINVAL, looked at first: n < 0, grain < 1, NULL fn. TL_EBUSY: called on `pool` from inside one
  * of its own ranges, at once and whatever n is; also when the way back led through a range of
  * another pool.
- * Threads: a second thread calling on the same pool waits for the first. Inside a range, calls on
+ * Threads: a second thread calling on the same pool waits for the first, unless its call is one
+ * range (grain >= n): that runs at once, beside whatever the pool does. Inside a range, calls on
  * NULL or on another pool run; two threads that enter two pools in opposite order wait for each
  * other for ever, as with any two locks.
  * After fork() the child runs ranges on its own thread. A child forked inside a range leaves it by

@@ -2,13 +2,17 @@
 /* pool.c: fixed workers and one blocking parallel for.
  *
  * Words: a job is one tl_parallel_for; its ranges are claimed by number from a shared counter. The
- * turn belongs to the thread whose job the pool runs. The gate is one word that says which job is
+ * turn belongs to the thread whose job the workers run. The gate is one word that says which job is
  * on, whether workers may still enter it, and how many are inside. A frame says that the thread is
- * inside a range of some pool.
+ * inside a range of some pool. Scratch is memory for the time of a range: one piece for each
+ * worker, and a few spare ones.
  *
  * A job never needs a worker: the caller opens the gate, claims ranges like everybody, and closes
  * the gate when none are left. It then waits only for the workers that are inside, so a worker that
- * wakes late finds a closed gate and costs nobody anything. */
+ * wakes late finds a closed gate and costs nobody anything.
+ *
+ * A job of one range has nothing to share, so it does not wait for the turn either: it runs on its
+ * caller beside the job that has it, on a spare piece of scratch. */
 #include <assert.h>
 #include <pthread.h>
 #include <sched.h>
@@ -31,6 +35,9 @@
 #define SPIN_NS INT64_C(100000)
 #define SPIN_POLLS_PER_CLOCK 32
 
+/* Jobs of one range that run at once; one more takes the turn. */
+#define N_SPARES 4
+
 /* The gate, from the low bits up. */
 #define GATE_INSIDE UINT64_C(0xFFFF) /* workers inside the job */
 #define GATE_OPEN (UINT64_C(1) << 16) /* workers may enter */
@@ -50,8 +57,9 @@ struct frame {
 static _Thread_local const struct frame *inside;
 
 struct job {
-    tl_range_fn fn;
+    tl_work_fn work;
     void *ctx;
+    bool needs_scratch;
     int64_t n, grain;
     /* at most INT64_MAX: each thread may push the counter one past it, nothing wraps */
     uint64_t n_ranges;
@@ -68,19 +76,21 @@ struct tl_pool {
     /* Written by tl_pool_create before the first worker starts, constant from then on (n_started:
      * until it returns). */
     tl_allocator owner;
+    char *scratch; /* n_threads + N_SPARES pieces of TL_POOL_SCRATCH bytes */
     int n_threads, n_started;
     int64_t spin_ns;
     uint64_t birth; /* fork_count of the process the workers live in */
 
     /* in that process only; a forked child touches neither it nor the conditions */
     pthread_mutex_t lock;
-    /* a turn has ended: awaited by callers, and by destroy for the last of them */
+    /* a turn has ended, or no caller is left: awaited by callers, and by destroy */
     pthread_cond_t turn;
-    pthread_cond_t work;  /* the gate has opened or says stop: awaited by idle workers */
+    pthread_cond_t work; /* the gate has opened or says stop: awaited by idle workers */
     /* the last worker has left a closed gate: awaited by the thread that has the turn */
     pthread_cond_t done;
-    int callers;          /* inside tl_parallel_for, waiting ones included. Under lock. */
-    bool taken;           /* the turn. Under lock. */
+    int callers;     /* inside tl_parallel_for, waiting ones included. Under lock. */
+    bool taken;      /* the turn. Under lock. */
+    unsigned spares; /* bit i: spare piece i is in use. Under lock. */
 
     /* Written by the thread that has the turn, while the gate is closed and nobody inside; read by
      * those inside. */
@@ -216,16 +226,21 @@ static void give_inherited_turn(tl_pool *pool)
 
 /* ---- the ranges of a job ---- */
 
+static void *scratch_of(const tl_pool *pool, int piece)
+{
+    return pool->scratch + (size_t)piece * TL_POOL_SCRATCH;
+}
+
 static int64_t range_end(const struct job *job, int64_t lo)
 {
     return job->n - lo > job->grain ? lo + job->grain : job->n;
 }
 
-static void run_in_order(const struct job *job)
+static void run_in_order(const struct job *job, void *scratch)
 {
     for (int64_t lo = 0, hi; lo < job->n; lo = hi) {
         hi = range_end(job, lo);
-        job->fn(job->ctx, lo, hi, 0);
+        job->work(job->ctx, lo, hi, 0, scratch);
     }
 }
 
@@ -234,6 +249,7 @@ static void run_in_order(const struct job *job)
 static void run_claimed(tl_pool *pool, int number)
 {
     const struct job *job = &pool->job;
+    void *scratch = scratch_of(pool, number);
     for (;;) {
         const uint64_t k = atomic_fetch_add_explicit(&pool->next_range, 1, memory_order_relaxed);
         if (k >= job->n_ranges)
@@ -241,7 +257,7 @@ static void run_claimed(tl_pool *pool, int number)
         const int64_t lo = (int64_t)k * job->grain;
         if (number != 0)
             (void)tl_fpenv_enter();
-        job->fn(job->ctx, lo, range_end(job, lo), number);
+        job->work(job->ctx, lo, range_end(job, lo), number, scratch);
     }
 }
 
@@ -381,18 +397,62 @@ static void run_together(tl_pool *pool, const struct job *job)
     close_gate(pool);
 }
 
-static void run_on_pool(tl_pool *pool, const struct job *job)
+static void run_in_turn(tl_pool *pool, const struct job *job)
 {
     const bool inherited = is_inherited(pool);
     (inherited ? take_inherited_turn : take_turn)(pool);
     struct frame here;
     push_frame(&here, pool, job->outer);
     if (inherited || pool->n_threads == 1 || job->n_ranges == 1)
-        run_in_order(job);
+        run_in_order(job, scratch_of(pool, 0));
     else
         run_together(pool, job);
     inside = here.outer;
     (inherited ? give_inherited_turn : give_turn)(pool);
+}
+
+/* Counts in a caller that runs beside the turn; *spare is the bit of its piece of scratch, 0 where
+ * it needs none. False: no piece is free. */
+static bool enter_beside(tl_pool *pool, bool needs_scratch, unsigned *spare)
+{
+    lock(pool);
+    const unsigned unused = ~pool->spares & ((1u << N_SPARES) - 1);
+    *spare = needs_scratch ? unused & -unused : 0;
+    const bool may = !needs_scratch || *spare != 0;
+    pool->spares |= *spare;
+    pool->callers += may;
+    unlock(pool);
+    return may;
+}
+
+static void leave_beside(tl_pool *pool, unsigned spare)
+{
+    lock(pool);
+    pool->spares &= ~spare;
+    if (--pool->callers == 0)
+        expect_ok(pthread_cond_broadcast(&pool->turn));
+    unlock(pool);
+}
+
+static void run_beside(tl_pool *pool, const struct job *job, unsigned spare)
+{
+    struct frame here;
+    push_frame(&here, pool, job->outer);
+    run_in_order(job, spare ? scratch_of(pool, pool->n_threads + __builtin_ctz(spare)) : NULL);
+    inside = here.outer;
+    leave_beside(pool, spare);
+}
+
+/* In a forked child all jobs take turns: pieces that others had at the fork are never given back
+ * there. */
+static void run_on_pool(tl_pool *pool, const struct job *job)
+{
+    unsigned spare;
+    if (job->n_ranges == 1 && !is_inherited(pool) &&
+        enter_beside(pool, job->needs_scratch, &spare))
+        run_beside(pool, job, spare);
+    else
+        run_in_turn(pool, job);
 }
 
 /* ---- tl_parallel_for ---- */
@@ -405,31 +465,58 @@ tl_status tl_pool_check(const char *fn, const tl_pool *pool)
     return TL_OK;
 }
 
-static tl_status check_job(const char *fn, int64_t n, int64_t grain, tl_range_fn range)
+static tl_status check_job(const char *fn, const struct job *job)
 {
-    if (n < 0)
-        return tl_fail(TL_EINVAL, fn, "n = %lld is negative", (long long)n);
-    if (grain < 1)
-        return tl_fail(TL_EINVAL, fn, "grain = %lld is below 1", (long long)grain);
-    if (!range)
+    if (job->n < 0)
+        return tl_fail(TL_EINVAL, fn, "n = %lld is negative", (long long)job->n);
+    if (job->grain < 1)
+        return tl_fail(TL_EINVAL, fn, "grain = %lld is below 1", (long long)job->grain);
+    if (!job->work)
         return tl_fail(TL_EINVAL, fn, "the range function is NULL");
     return TL_OK;
+}
+
+static tl_status run(const char *fn, tl_pool *pool, struct job *job)
+{
+    TL_TRY(check_job(fn, job));
+    TL_TRY(tl_pool_check(fn, pool));
+    if (job->n == 0)
+        return TL_OK;
+    job->n_ranges = (uint64_t)(job->n / job->grain) + (job->n % job->grain != 0);
+    job->outer = inside;
+    if (pool)
+        run_on_pool(pool, job);
+    else
+        run_in_order(job, NULL);
+    return TL_OK;
+}
+
+tl_status tl_pool_run_with_scratch(const char *fn, tl_pool *pool, int64_t n, int64_t grain,
+                                   tl_work_fn work, void *ctx)
+{
+    struct job job = {.work = work, .ctx = ctx, .needs_scratch = true, .n = n, .grain = grain};
+    return run(fn, pool, &job);
+}
+
+struct plain {
+    tl_range_fn range;
+    void *ctx;
+};
+
+static void without_scratch(void *ctx, int64_t lo, int64_t hi, int worker, void *scratch)
+{
+    const struct plain *plain = ctx;
+    (void)scratch;
+    plain->range(plain->ctx, lo, hi, worker);
 }
 
 tl_status tl_pool_run(const char *fn, tl_pool *pool, int64_t n, int64_t grain, tl_range_fn range,
                       void *ctx)
 {
-    TL_TRY(check_job(fn, n, grain, range));
-    TL_TRY(tl_pool_check(fn, pool));
-    if (n == 0)
-        return TL_OK;
-    const uint64_t n_ranges = (uint64_t)(n / grain) + (n % grain != 0);
-    const struct job job = {range, ctx, n, grain, n_ranges, inside};
-    if (pool)
-        run_on_pool(pool, &job);
-    else
-        run_in_order(&job);
-    return TL_OK;
+    struct plain plain = {range, ctx};
+    struct job job = {.work = range ? without_scratch : NULL, .ctx = &plain, .n = n,
+                      .grain = grain};
+    return run(fn, pool, &job);
 }
 
 tl_status tl_parallel_for(tl_pool *pool, int64_t n, int64_t grain, tl_range_fn fn, void *ctx)
@@ -524,15 +611,19 @@ static void free_pool(tl_pool *pool)
     tl_owned_free(&owner, pool);
 }
 
+/* The scratch lies behind the workers. It is not touched: a piece costs memory once it is used. */
 static tl_pool *new_pool(int n_threads)
 {
-    const size_t bytes = sizeof(tl_pool) + (size_t)(n_threads - 1) * sizeof(struct worker);
+    const size_t used = sizeof(tl_pool) + (size_t)(n_threads - 1) * sizeof(struct worker);
+    const size_t scratch_at = (used + CACHE_LINE - 1) / CACHE_LINE * CACHE_LINE;
+    const size_t bytes = scratch_at + (size_t)(n_threads + N_SPARES) * TL_POOL_SCRATCH;
     tl_allocator owner;
     tl_pool *pool = tl_owned_alloc(bytes, alignof(tl_pool), &owner);
     if (!pool)
         return NULL;
-    memset(pool, 0, bytes);
+    memset(pool, 0, scratch_at);
     pool->owner = owner;
+    pool->scratch = (char *)pool + scratch_at;
     pool->n_threads = n_threads;
     pool->spin_ns = n_threads <= usable_cpus() ? SPIN_NS : 0;
     pool->birth = atomic_load(&fork_count);

@@ -245,6 +245,12 @@ static void never(void *ctx, int64_t lo, int64_t hi, int worker)
     ++*(_Atomic int *)ctx;
 }
 
+static void never_with_scratch(void *ctx, int64_t lo, int64_t hi, int worker, void *scratch)
+{
+    (void)scratch;
+    never(ctx, lo, hi, worker);
+}
+
 TEST(empty_calls_run_nothing)
 {
     tl_pool *pool = pool_of(4), *one = pool_of(1), *const pools[] = {NULL, one, pool};
@@ -339,6 +345,10 @@ static void expect_busy(struct nest *nest)
     expect_status(nest, tl_parallel_for(nest->pool, 0, 1, never, &nest->inner_ran), TL_EBUSY);
     /* looked at first */
     expect_status(nest, tl_parallel_for(nest->pool, -1, 1, never, &nest->inner_ran), TL_EINVAL);
+    expect_status(nest,
+                  tl_pool_run_with_scratch("tl_x", nest->pool, 1, 1, never_with_scratch,
+                                           &nest->inner_ran),
+                  TL_EBUSY);
     tl_set_last_error("");
     expect_status(nest, tl_pool_check("tl_x", nest->pool), TL_EBUSY);
     if (strncmp(tl_last_error(), "tl_x: ", 6) != 0)
@@ -357,12 +367,14 @@ static void busy_range(void *ctx, int64_t lo, int64_t hi, int worker)
 TEST(a_call_from_inside_is_busy_on_every_thread)
 {
     static const int threads[] = {1, 2, 4, 8};
-    for (int i = 0; i < 4; i++) {
-        struct nest nest = {.pool = pool_of(threads[i]), .all = {.parties = threads[i]}};
-        CHECK_STATUS(tl_parallel_for(nest.pool, threads[i], 1, busy_range, &nest), TL_OK);
-        CHECK(nest.wrong == 0 && nest.inner_ran == 0 && nest.ranges_ran == threads[i],
-              "threads=%d: %d wrong, %d inner, %d ran", threads[i], nest.wrong, nest.inner_ran,
-              nest.ranges_ran);
+    for (int i = 0; i < 8; i++) {
+        /* a job for every thread, or one of one range */
+        const int n_threads = threads[i / 2], n = i % 2 ? 1 : n_threads;
+        struct nest nest = {.pool = pool_of(n_threads), .all = {.parties = n}};
+        CHECK_STATUS(tl_parallel_for(nest.pool, n, 1, busy_range, &nest), TL_OK);
+        CHECK(nest.wrong == 0 && nest.inner_ran == 0 && nest.ranges_ran == n,
+              "threads=%d n=%d: %d wrong, %d inner, %d ran", n_threads, n, nest.wrong,
+              nest.inner_ran, nest.ranges_ran);
         CHECK_STATUS(tl_pool_check("tl_x", nest.pool), TL_OK);
         check_ranges(nest.pool, 100, 3); /* and works afterwards */
         pool_done(nest.pool);
@@ -475,6 +487,12 @@ TEST(destroy_from_inside_does_nothing)
 
 /* ---- several threads ---- */
 
+static void count_range(void *ctx, int64_t lo, int64_t hi, int worker)
+{
+    (void)lo, (void)hi, (void)worker;
+    atomic_fetch_add((_Atomic int *)ctx, 1);
+}
+
 struct gatekept {
     tl_pool *pool;
     _Atomic int begun, may_end, ended, second_ran;
@@ -496,6 +514,13 @@ static void *first_caller(void *arg)
 {
     struct gatekept *g = arg;
     tl_parallel_for(g->pool, 4, 1, wait_inside, g);
+    return NULL;
+}
+
+static void *lone_plain_caller(void *arg)
+{
+    struct gatekept *g = arg;
+    tl_parallel_for(g->pool, 4, 4, wait_inside, g);
     return NULL;
 }
 
@@ -568,11 +593,21 @@ static void crowded_range(void *ctx, int64_t lo, int64_t hi, int worker)
     atomic_store(&crowd->busy[worker], 0);
 }
 
+/* A job of one range shares its number, 0, with the job that has the turn. */
+static void lone_range(void *ctx, int64_t lo, int64_t hi, int worker)
+{
+    struct crowd *crowd = ctx;
+    (void)lo, (void)hi;
+    atomic_fetch_add(&crowd->clashes, worker != 0);
+    atomic_fetch_add(&crowd->ranges, 1);
+}
+
 static void *call_often(void *arg)
 {
     struct crowd *crowd = arg;
     for (int i = 0; i < 300; i++)
-        if (tl_parallel_for(crowd->pool, i % 17, 1, crowded_range, crowd) != TL_OK)
+        if (tl_parallel_for(crowd->pool, i % 17, 1, i % 17 == 1 ? lone_range : crowded_range,
+                            crowd) != TL_OK)
             atomic_fetch_add(&crowd->failures, 1);
     return NULL;
 }
@@ -592,6 +627,266 @@ TEST(several_callers_share_a_pool)
           "%d failures, %d clashes, %d ranges, want %d", crowd.failures, crowd.clashes,
           crowd.ranges, want);
     pool_done(crowd.pool);
+}
+
+/* ---- a job of one range ---- */
+
+static void wait_inside_with_scratch(void *ctx, int64_t lo, int64_t hi, int worker, void *scratch)
+{
+    (void)scratch;
+    wait_inside(ctx, lo, hi, worker);
+}
+
+static void *lone_caller(void *arg)
+{
+    struct gatekept *g = arg;
+    tl_pool_run_with_scratch("tl_x", g->pool, 1, 1, wait_inside_with_scratch, g);
+    return NULL;
+}
+
+static void count_with_scratch(void *ctx, int64_t lo, int64_t hi, int worker, void *scratch)
+{
+    (void)lo, (void)hi, (void)worker;
+    memset(scratch, 0x5A, TL_POOL_SCRATCH);
+    atomic_fetch_add((_Atomic int *)ctx, 1);
+}
+
+/* The watchdog ends a test in which it does wait. */
+TEST(a_job_of_one_range_does_not_wait)
+{
+    for (int threads = 1; threads <= 4; threads += 3) {
+        struct gatekept g = {.pool = pool_of(threads)};
+        const pthread_t first = start(first_caller, &g);
+        while (!atomic_load(&g.begun))
+            nap_us(100);
+        _Atomic int ran = 0;
+        CHECK_STATUS(tl_parallel_for(g.pool, 1, 1, count_range, &ran), TL_OK);
+        CHECK_STATUS(tl_parallel_for(g.pool, 10, 10, count_range, &ran), TL_OK);
+        CHECK_STATUS(tl_pool_run_with_scratch("tl_x", g.pool, 5, 9, count_with_scratch, &ran),
+                     TL_OK);
+        CHECK(ran == 3 && g.ended == 0, "threads=%d: %d ranges, %d of the first job have ended",
+              threads, ran, g.ended);
+        atomic_store(&g.may_end, 1);
+        pthread_join(first, NULL);
+        pool_done(g.pool);
+    }
+}
+
+TEST(destroy_waits_for_a_job_of_one_range)
+{
+    static void *(*const callers[])(void *) = {lone_caller, lone_plain_caller};
+    for (int i = 0; i < 4; i++) {
+        struct gatekept g = {.pool = pool_of(1 + i)};
+        const pthread_t first = start(callers[i % 2], &g);
+        while (!atomic_load(&g.begun))
+            nap_us(100);
+        atomic_store(&g.may_end, 1);
+        tl_pool_destroy(g.pool);
+        const int ended = g.ended;
+        pthread_join(first, NULL);
+        alarm(0);
+        CHECK(ended == 1, "caller %d: destroy returned before the range had ended", i);
+    }
+}
+
+/* ---- scratch ---- */
+
+enum { LONE_JOBS = 12 };
+
+struct pieces {
+    tl_pool *pool;
+    struct rendezvous all; /* those whose ranges have to run at once */
+    void *piece[64];
+    _Atomic int n, wrong;
+};
+
+static bool is_filled(const unsigned char *piece, int with)
+{
+    for (size_t i = 0; i < TL_POOL_SCRATCH; i++)
+        if (piece[i] != with)
+            return false;
+    return true;
+}
+
+static void fill_piece(void *ctx, int64_t lo, int64_t hi, int worker, void *scratch)
+{
+    struct pieces *pieces = ctx;
+    (void)lo, (void)hi, (void)worker;
+    const int i = atomic_fetch_add(&pieces->n, 1);
+    pieces->piece[i] = scratch;
+    if ((uintptr_t)scratch % 64 != 0)
+        atomic_fetch_add(&pieces->wrong, 1);
+    memset(scratch, i, TL_POOL_SCRATCH);
+    meet(&pieces->all);
+    if (!is_filled(scratch, i))
+        atomic_fetch_add(&pieces->wrong, 1);
+}
+
+static void *fill_alone(void *arg)
+{
+    struct pieces *pieces = arg;
+    if (tl_pool_run_with_scratch("tl_x", pieces->pool, 1, 1, fill_piece, pieces) != TL_OK)
+        atomic_fetch_add(&pieces->wrong, 1);
+    return NULL;
+}
+
+TEST(every_range_has_scratch_of_its_own)
+{
+    for (int threads = 1; threads <= 5; threads += 2) {
+        struct pieces pieces = {.pool = pool_of(threads), .all = {.parties = threads}};
+        CHECK_STATUS(
+            tl_pool_run_with_scratch("tl_x", pieces.pool, threads, 1, fill_piece, &pieces), TL_OK);
+        CHECK(pieces.n == threads && pieces.wrong == 0, "threads=%d: %d ranges, %d wrong", threads,
+              pieces.n, pieces.wrong);
+        pool_done(pieces.pool);
+    }
+}
+
+/* Four jobs of one range and a job of four run at once, each range in its own piece. */
+TEST(jobs_of_one_range_have_scratch_of_their_own)
+{
+    struct pieces pieces = {.pool = pool_of(4), .all = {.parties = 8}};
+    pthread_t callers[4];
+    for (int round = 0; round < 3; round++) {
+        atomic_store(&pieces.n, 0);
+        for (int i = 0; i < 4; i++)
+            callers[i] = start(fill_alone, &pieces);
+        CHECK_STATUS(tl_pool_run_with_scratch("tl_x", pieces.pool, 4, 1, fill_piece, &pieces),
+                     TL_OK);
+        for (int i = 0; i < 4; i++)
+            pthread_join(callers[i], NULL);
+        CHECK(pieces.n == 8 && pieces.wrong == 0, "%d ranges, %d wrong", pieces.n, pieces.wrong);
+    }
+    pool_done(pieces.pool);
+}
+
+TEST(more_jobs_of_one_range_than_spare_pieces)
+{
+    struct pieces pieces = {.pool = pool_of(2), .all = {.parties = 1}};
+    pthread_t callers[LONE_JOBS];
+    for (int i = 0; i < LONE_JOBS; i++)
+        callers[i] = start(fill_alone, &pieces);
+    for (int i = 0; i < LONE_JOBS; i++)
+        pthread_join(callers[i], NULL);
+    CHECK(pieces.n == LONE_JOBS && pieces.wrong == 0, "%d ranges, %d wrong", pieces.n,
+          pieces.wrong);
+    pool_done(pieces.pool);
+}
+
+TEST(the_last_spare_piece_gone_a_job_of_one_range_takes_the_turn)
+{
+    struct gatekept g = {.pool = pool_of(3)};
+    pthread_t lone[5];
+    for (int i = 0; i < 5; i++) { /* four pieces, and the turn */
+        atomic_store(&g.begun, 0);
+        lone[i] = start(lone_caller, &g);
+        while (!atomic_load(&g.begun))
+            nap_us(100);
+    }
+    struct pieces pieces = {.pool = g.pool, .all = {.parties = 1}};
+    const pthread_t late = start(fill_alone, &pieces), other = start(second_caller, &g);
+    _Atomic int ran = 0;
+    CHECK_STATUS(tl_parallel_for(g.pool, 1, 1, count_range, &ran), TL_OK);
+    nap_us(30000);
+    const int early = pieces.n + g.second_ran;
+    atomic_store(&g.may_end, 1);
+    for (int i = 0; i < 5; i++)
+        pthread_join(lone[i], NULL);
+    pthread_join(late, NULL);
+    pthread_join(other, NULL);
+    CHECK(early == 0 && ran == 1, "%d ranges ran with no scratch free, %d without scratch", early,
+          ran);
+    CHECK(pieces.n == 1 && pieces.wrong == 0 && g.ended == 5 && g.second_ran == 10,
+          "%d and %d ranges, %d wrong", pieces.n, g.ended, pieces.wrong);
+    pool_done(g.pool);
+}
+
+/* Jobs of every size from several threads, each range filling its piece. */
+static void mark_piece(void *ctx, int64_t lo, int64_t hi, int worker, void *scratch)
+{
+    struct pieces *pieces = ctx;
+    (void)lo, (void)hi, (void)worker;
+    const int mark = atomic_fetch_add(&pieces->n, 1);
+    int *const ends[] = {scratch, (int *)scratch + TL_POOL_SCRATCH / sizeof(int) - 1};
+    *ends[0] = *ends[1] = mark;
+    if (mark % 5 == 0)
+        sched_yield();
+    if (*ends[0] != mark || *ends[1] != mark)
+        atomic_fetch_add(&pieces->wrong, 1);
+}
+
+static void *mark_often(void *arg)
+{
+    struct pieces *pieces = arg;
+    for (int i = 0; i < 300; i++)
+        if (tl_pool_run_with_scratch("tl_x", pieces->pool, i % 4, 1, mark_piece, pieces) != TL_OK)
+            atomic_fetch_add(&pieces->wrong, 1);
+    return NULL;
+}
+
+TEST(several_callers_share_the_scratch)
+{
+    struct pieces pieces = {.pool = pool_of(3)};
+    pthread_t callers[6];
+    for (int i = 0; i < 6; i++)
+        callers[i] = start(mark_often, &pieces);
+    for (int i = 0; i < 6; i++)
+        pthread_join(callers[i], NULL);
+    CHECK(pieces.n == 6 * 450 && pieces.wrong == 0, "%d ranges, %d wrong", pieces.n, pieces.wrong);
+    pool_done(pieces.pool);
+}
+
+TEST(bad_work_is_refused_in_the_callers_name)
+{
+    tl_pool *pool = pool_of(2);
+    _Atomic int ran = 0;
+    CHECK_STATUS(tl_pool_run_with_scratch("tl_x", pool, -1, 1, count_with_scratch, &ran),
+                 TL_EINVAL);
+    CHECK(strncmp(tl_last_error(), "tl_x: n = -1", 12) == 0, "\"%s\"", tl_last_error());
+    CHECK_STATUS(tl_pool_run_with_scratch("tl_x", pool, 1, 1, NULL, &ran), TL_EINVAL);
+    CHECK_STATUS(tl_pool_run_with_scratch("tl_x", pool, 0, 1, count_with_scratch, &ran), TL_OK);
+    CHECK(ran == 0, "%d ranges ran", ran);
+    pool_done(pool);
+}
+
+/* Memory of the test's own, so that the pages touched can be asked for. */
+struct mapped {
+    void *p;
+    size_t n;
+};
+
+static void *mapped_alloc(void *user, size_t n, size_t align)
+{
+    struct mapped *m = user;
+    void *p = mmap(NULL, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (p == MAP_FAILED || align > 4096)
+        return NULL;
+    *m = (struct mapped){p, n};
+    return p;
+}
+
+static void mapped_free(void *user, void *p)
+{
+    munmap(p, ((struct mapped *)user)->n);
+}
+
+TEST(scratch_is_not_touched_before_it_is_used)
+{
+    struct mapped m;
+    const tl_allocator allocator = {mapped_alloc, mapped_free, &m};
+    tl_set_allocator(&allocator);
+    tl_pool *pool = pool_of(16);
+    tl_set_allocator(NULL);
+    check_ranges(pool, 1000, 1);
+    const size_t page = (size_t)sysconf(_SC_PAGESIZE), n_pages = (m.n + page - 1) / page;
+    unsigned char resident[4096] = {0};
+    size_t touched = 0;
+    const int rc = n_pages <= sizeof resident ? mincore(m.p, m.n, resident) : -1;
+    for (size_t i = 0; i < n_pages && rc == 0; i++)
+        touched += resident[i] & 1;
+    pool_done(pool);
+    CHECK(m.n >= 16 * TL_POOL_SCRATCH && rc == 0, "%zu bytes", m.n);
+    CHECK(touched * page < TL_POOL_SCRATCH / 4, "%zu of %zu pages touched", touched, n_pages);
 }
 
 /* ---- sleep and wake-up ---- */
@@ -621,12 +916,6 @@ TEST(no_wake_up_is_lost)
               jobs * threads[t]);
         pool_done(pool);
     }
-}
-
-static void count_range(void *ctx, int64_t lo, int64_t hi, int worker)
-{
-    (void)lo, (void)hi, (void)worker;
-    atomic_fetch_add((_Atomic int *)ctx, 1);
 }
 
 TEST(high_contention)
@@ -1118,6 +1407,36 @@ TEST(a_child_forked_while_the_pool_is_busy_can_use_it)
     CHECK(!failed_one && !failed_two, "a call of the parent failed");
     check_ranges(family.pool, 1000, 3);
     pool_done(family.pool);
+}
+
+static int child_needs_scratch(struct family *family)
+{
+    struct pieces pieces = {.pool = family->pool, .all = {.parties = 1}};
+    for (int i = 0; i < LONE_JOBS; i++)
+        fill_alone(&pieces);
+    if (pieces.n != LONE_JOBS || pieces.wrong)
+        return 30;
+    return child_uses_and_destroys_pool(family);
+}
+
+TEST(a_child_forked_while_all_scratch_is_in_use_can_use_it)
+{
+    struct gatekept g = {.pool = pool_of(2)};
+    pthread_t lone[5];
+    for (int i = 0; i < 5; i++) { /* four pieces, and the turn */
+        atomic_store(&g.begun, 0);
+        lone[i] = start(lone_caller, &g);
+        while (!atomic_load(&g.begun))
+            nap_us(100);
+    }
+    struct family family = {.pool = g.pool, .threads = 2};
+    const int wrong = in_child(child_needs_scratch, &family);
+    atomic_store(&g.may_end, 1);
+    for (int i = 0; i < 5; i++)
+        pthread_join(lone[i], NULL);
+    CHECK(wrong == 0, "%d", wrong);
+    check_ranges(g.pool, 1000, 3);
+    pool_done(g.pool);
 }
 
 struct inner_fork {
