@@ -22,6 +22,7 @@ from tinyllm._check import (
     packed,
     shape,
 )
+from tinyllm._observers import OBSERVERS, Observer
 from tinyllm.errors import TlError
 from tinyllm.ffi.libtinyllm import (
     PAGED_ATTN_ARGS_BYTES,
@@ -35,7 +36,6 @@ from tinyllm.ffi.libtinyllm import (
     u32_ptr,
 )
 from tinyllm.kv_view import KVView, whole_rows
-from tinyllm.observe.calls import OBSERVERS, Observer
 from tinyllm.threads import ThreadPool, handle_of
 
 _MOST_WORKSPACE = (

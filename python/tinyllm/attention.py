@@ -15,11 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinyllm._check import F32, INT64_MAX, Tensor, array, as_array, integer, packed, shape
+from tinyllm._observers import OBSERVERS
 from tinyllm._paged_call import PagedCall, obey, per_head, scale_of, window_of
 from tinyllm.ffi.libtinyllm import AttnPart, f32_ptr, load
 from tinyllm.infer.paged import PagedKVCache
 from tinyllm.kv_view import KVView, whole_rows
-from tinyllm.observe.calls import OBSERVERS
 from tinyllm.threads import ThreadPool, handle_of
 
 __all__ = [

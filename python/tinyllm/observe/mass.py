@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinyllm._check import UINT32_MAX, Tensor
+from tinyllm._observers import OBSERVERS
 from tinyllm._paged_call import PagedCall, per_head
 from tinyllm.kv_view import KVView
-from tinyllm.observe.calls import OBSERVERS
 from tinyllm.threads import ThreadPool
 
 __all__ = ["attention_mass"]

@@ -29,9 +29,9 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from tinyllm._observers import observing
 from tinyllm._version import __version__
 from tinyllm.ffi.libtinyllm import TL_ATTN_SPLIT
-from tinyllm.observe.calls import observing
 
 if TYPE_CHECKING:
     from tinyllm._paged_call import PagedCall

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinyllm._check import integer
+from tinyllm._observers import observing
 from tinyllm.ffi.libtinyllm import (
     TL_ATTN_SPLIT,
     TL_TRACE_MERGE,
@@ -31,7 +32,6 @@ from tinyllm.ffi.libtinyllm import (
     struct_ptr,
 )
 from tinyllm.observe import timeline_picture
-from tinyllm.observe.calls import observing
 
 if TYPE_CHECKING:
     from tinyllm._paged_call import PagedCall

@@ -201,7 +201,7 @@ def test_nobody_records_the_calls_behind_it(tmp_path: Path) -> None:
         def after(self, call: Any) -> None:
             seen.append(call)
 
-    from tinyllm.observe.calls import observing
+    from tinyllm._observers import observing
 
     with observing(Watcher()):
         paged.check()

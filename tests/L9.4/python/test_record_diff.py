@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from test_paged_attention import Batch, make_batch
 from tinyllm import record
+from tinyllm._observers import observing
 from tinyllm._paged_call import PagedCall
 from tinyllm.cli import main
 from tinyllm.ffi.libtinyllm import Lib
-from tinyllm.observe.calls import observing
 from tinyllm.observe.diff import Diff, Finding, Value, ulps
 
 F32 = np.float32
