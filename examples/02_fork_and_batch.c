@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* 02_fork_and_batch.c: a sequence is forked, the fork goes on by itself, and both are decoded in
- * one call.
+/* 02_fork_and_batch.c: a sequence is forked, both go on by themselves and are decoded in one call.
  * cc 02_fork_and_batch.c -ltinyllm && ./a.out */
 #include <stdio.h>
 #include <stdlib.h>

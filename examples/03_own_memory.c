@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* 03_own_memory.c: attention over memory that an engine owns: a chunk of a prompt and a decode row
- * in one call.
+/* 03_own_memory.c: a chunk of a prompt and a decode row over an engine's own memory, in one call.
  * cc 03_own_memory.c -ltinyllm && ./a.out */
 #include <stdint.h>
 #include <stdio.h>

@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* 04_merge_across_processes.c: one long sequence, its K and V in two processes; their states are
- * merged to the bits of one call.
+/* 04_merge_across_processes.c: a long sequence in two processes, merged to the bits of one call.
  * cc 04_merge_across_processes.c -ltinyllm && ./a.out */
 #include <stdint.h>
 #include <stdio.h>

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""11_first_decode.py: K and V go into a cache, a sequence is forked, and both are decoded in one
-call.
-Keys are 0 here, so that a row of the result is the mean of the values it sees. Run it with python."""
+"""11_first_decode.py: K and V go into a cache, a sequence is forked, both are decoded at once.
+Keys are 0, so that a row of the result is the mean of the values it sees. Run it with python."""
 
 import numpy as np
 from tinyllm import PagedKVCache, paged_attention_decode

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""12_chunked_prefill.py: a prompt is read at once, in chunks, beside a decode step, and token by
-token.
+"""12_chunked_prefill.py: a prompt at once, in chunks, beside a decode step, and token by token.
 Its rows have the same bits each time. Run it with python."""
 
 import hashlib

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""13_your_arrays.py: attention over an engine's own arrays, written through its slot mapping, read
-in place.
+"""13_your_arrays.py: attention over an engine's own arrays, written through its slot mapping.
 Anything that numpy reads by DLPack or the buffer protocol will do. Run it with python."""
 
 import numpy as np

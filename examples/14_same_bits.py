@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""14_same_bits.py: one row, alone, in batches, on threads, in other blocks, on every instruction
-set.
+"""14_same_bits.py: one row alone, in batches, on threads, in other blocks, on each instruction set.
 Each line ends in a digest of its bits: all are equal. Run it with python."""
 
 import hashlib

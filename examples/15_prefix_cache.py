@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""15_prefix_cache.py: blocks are found again by the tokens they hold; a prompt computes what is new
-to it.
-The engine keeps block tables, the library an index; all by functions of the headers. Run it with python."""
+"""15_prefix_cache.py: blocks are found again by their tokens; a prompt computes what is new to it.
+The engine keeps block tables, the library an index, by functions of C. Run it with python."""
 
 import numpy as np
 from tinyllm import PagedKVCache, TlError

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""21_serve_transformers.py: continuous batching of many prompts through an unmodified transformers
-model.
-Needs pip install 'libtinyllm[hf]'; --smollm2 takes a real model (93 MB, once). Run it with python."""
+"""21_serve_transformers.py: continuous batching through an unmodified transformers model.
+Needs torch and transformers; --smollm2 takes a real model (93 MB, once). Run it with python."""
 
 import argparse
 
