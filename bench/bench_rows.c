@@ -62,6 +62,7 @@ static struct memory make_memory(int64_t H, int64_t Hkv, int64_t D, uint32_t n_b
     struct memory m = {.H = H, .Hkv = Hkv, .D = D};
     const tl_kv_cfg cfg = {n_blocks, 16, 1, (uint32_t)Hkv, (uint32_t)D, TL_F16, TL_KV_FORMAT_V1};
     expect(tl_kv_pool_create(&cfg, &m.kv));
+    m.view.size = sizeof m.view;
     expect(tl_kv_pool_view(m.kv, 0, &m.view));
     m.ids = must(malloc(n_blocks * sizeof *m.ids));
     expect(tl_kv_alloc(m.kv, n_blocks, m.ids));

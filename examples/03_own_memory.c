@@ -24,7 +24,7 @@ int main(void)
 {
     /* How the library finds its way through it. Strides count elements; the innermost axis is
      * contiguous. */
-    tl_kv_view view = {.k = cache[0],
+    tl_kv_view view = {.size = sizeof view, .k = cache[0],
                        .v = cache[1],
                        .dtype = TL_BF16,
                        .n_blocks = BLOCKS,

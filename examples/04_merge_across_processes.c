@@ -51,7 +51,7 @@ static void store(memory *m, int first, int last)
 
 static void view_of(const memory *m, tl_kv_view *view)
 {
-    *view = (tl_kv_view){.k = m->k,
+    *view = (tl_kv_view){.size = sizeof(tl_kv_view), .k = m->k,
                          .v = m->v,
                          .dtype = TL_F32,
                          .n_blocks = BLOCKS,

@@ -28,9 +28,19 @@
 #include "observe.h"
 #include "pool.h"
 
-#define TL_ATTN_TILE 16    /* positions in one vector of scores, anchored at absolute position 0 */
-/* positions in one unnormalised state, anchored at absolute position 0 */
+/* Positions that are worked on together, all anchored at absolute position 0: in one vector of
+ * scores; in one unnormalised state (m, L, a); in one run of states that are merged before they
+ * join what is left of them. */
+#define TL_ATTN_TILE 16
 #define TL_ATTN_SPLIT 1024
+#define TL_ATTN_STRETCH 16384
+
+/* The widest head, of K and of V. */
+#define TL_MAX_HEAD_DIM 4096
+
+/* Stack that a call without a pool takes; with one a thread of 32 KiB is enough for it, since the
+ * memory that workers compute in belongs to the pool. */
+#define TL_ATTN_STACK_BYTES 114688
 
 TL_BEGIN_DECLS
 
@@ -42,18 +52,26 @@ TL_BEGIN_DECLS
  *   lse          [B,H,Tq]      written, natural logarithm; or NULL
  *   sink_logits  [H]           read; or NULL
  *   Br, Bc       tile hints, 0 picks; no bit of the result depends on them
- *   scratch      where working memory of a size independent of Tk comes from, left at the mark it
- *                was found at; NULL: a private one
+ *   scratch      without a pool: where working memory of a size independent of Tk comes from, left
+ *                at the mark it was found at; NULL: a private one. With a pool the pool's own is
+ *                used
  *   tp           who works; NULL: the calling thread
  *
  * All f32, row-major and contiguous. Outputs overlap neither inputs nor each other. With D == 0
  * every dot is +0, nothing is written to o and lse is.
  * B, H or Tq == 0: TL_OK and nothing is written.
- * Errors, in this order, with o and lse untouched: TL_EINVAL (negative dimensions, Hkv < 1 with H >
- * 0, q_offset < 0 or q_offset + Tq past INT64_MAX, Br or Bc < 0, a size beyond the address space, a
- * NULL tensor that would be read or written, an overlap); TL_ESHAPE (H % Hkv != 0 or Hkv > H);
- * TL_EUNSUPPORTED (TINYLLM_ISA names what is not here); TL_EBUSY (called on tp from inside one of
- * its ranges); TL_ENOMEM (scratch cannot grow). */
+ *
+ * Errors, o and lse untouched, the first of these decides:
+ *   TL_EINVAL        negative dimensions; Hkv < 1 with H > 0
+ *   TL_EINVAL        q_offset < 0 or q_offset + Tq past INT64_MAX; Br or Bc < 0
+ *   TL_EINVAL        a size beyond the address space
+ *   TL_EINVAL        a NULL tensor that would be read or written
+ *   TL_ESHAPE        H % Hkv != 0 or Hkv > H
+ *   TL_EUNSUPPORTED  D above TL_MAX_HEAD_DIM
+ *   TL_EUNSUPPORTED  TINYLLM_ISA names what is not here
+ *   TL_EINVAL        o or lse overlaps an input or the other
+ *   TL_EBUSY         called on tp from inside one of its ranges
+ *   TL_ENOMEM        scratch cannot grow */
 TL_API tl_status tl_flash_attn_fwd_f32(const float *q, const float *k, const float *v, float *o,
                                        float *lse, int64_t B, int64_t H, int64_t Hkv, int64_t Tq,
                                        int64_t Tk, int64_t D, float scale, int64_t q_offset,
@@ -72,14 +90,21 @@ TL_API tl_status tl_flash_attn_fwd_f32(const float *q, const float *k, const flo
  *   out           [B,H,D] f32            written; does not overlap q
  *
  * K and V are read as f16 and widened exactly; slots no visible position occupies are never read.
- * Allocates nothing, takes some 60 KB of stack on each thread and no lock but tp's.
- * Errors, out untouched; where several things are wrong the first of these decides: TL_EINVAL for a
- * NULL pointer (tp may be NULL), B < 0, max_blocks < 1, layer out of range, a batch beyond the
- * address space; TL_ESHAPE for Hkv or D other than the pool's, H < 1, H % Hkv != 0; TL_EUNSUPPORTED
- * for a pool format or a TINYLLM_ISA that is not here; then sequence by sequence TL_EINVAL for a
- * context length below 1 or longer than max_blocks holds, and for an entry that would be read and
- * names no block; TL_EINVAL where out overlaps q; TL_EBUSY last (called on tp from inside one of
- * its ranges). B == 0 with all else in order: TL_OK, nothing read or written. */
+ * Blocks that several sequences of the batch begin with are read once for all of them.
+ * Allocates nothing, takes no lock but tp's, and TL_ATTN_STACK_BYTES of stack at most.
+ *
+ * Errors, out untouched, the first of these decides:
+ *   TL_EINVAL        q, kv, block_tables, ctx_lens or out NULL (tp may be NULL)
+ *   TL_EINVAL        B < 0, max_blocks < 1, layer out of range, tables beyond the address space
+ *   TL_ESHAPE        Hkv or D other than the pool's; H < 1 or H % Hkv != 0
+ *   TL_EUNSUPPORTED  D above TL_MAX_HEAD_DIM
+ *   TL_EINVAL        q beyond the address space
+ *   TL_EUNSUPPORTED  TINYLLM_ISA names what is not here
+ *   TL_EINVAL        sequence by sequence: a context length below 1 or longer than max_blocks
+ *                    holds, an entry that would be read and names no block
+ *   TL_EINVAL        out overlaps an input
+ *   TL_EBUSY         called on tp from inside one of its ranges
+ * B == 0 with all else in order: TL_OK, nothing read or written. */
 TL_API tl_status tl_paged_attn_decode_f32(const float *q, const tl_kv_pool *kv, uint32_t layer,
                                           const uint32_t *block_tables, int32_t max_blocks,
                                           const int32_t *ctx_lens, float *out, int64_t B, int64_t H,
@@ -88,7 +113,7 @@ TL_API tl_status tl_paged_attn_decode_f32(const float *q, const tl_kv_pool *kv, 
 
 /* What tl_paged_attn_f32 is told. Set `size`, zero the rest, and fill in what is meant: later
  * versions add members behind, and take a smaller size for what it was. Sizes known so far: 176
- * (all before `trace`), 184.
+ * (all before `trace`), 184 (all before `first_block`), 200.
  *
  * Rows. Sequence s owns the q_len = cu_seqlens_q[s+1] - cu_seqlens_q[s] rows from cu_seqlens_q[s]
  * on; its row i stands at position p = ctx_lens[s] - q_len + i, so that the last one is the newest
@@ -130,6 +155,13 @@ typedef struct {
     size_t workspace_bytes;
     /* where the call writes down who did what when; NULL: nowhere. Changes no bit */
     tl_trace *trace;
+    /* of tl_paged_attn_states_f32, 0 elsewhere: entry i of a table is the block of positions
+     * (first_block + i) * block_tokens and up, so that who owns a part of a context passes no more
+     * than its own entries */
+    int64_t first_block;
+    /* of tl_paged_attn_states_f32, 0 elsewhere: positions of one state, TL_ATTN_SPLIT (also as 0)
+     * or TL_ATTN_STRETCH */
+    int64_t state_span;
 } tl_paged_attn_args;
 
 /* Splits that one worker has in a workspace at a time. */
@@ -137,76 +169,96 @@ typedef struct {
 
 /* Bytes of workspace that let a few long sequences keep every worker of args->tp busy, by working
  * on several splits of a row at once: total_q * H rows, each with the states of TL_ATTN_WAVE_SPLITS
- * splits for every worker and one (m, L):
+ * splits for every worker, that of the current stretch, and one (m, L):
  *
- *     4 * total_q * H * (TL_ATTN_WAVE_SPLITS * threads * (2 + head_dim_v) + 2)
+ *     4 * total_q * H * ((TL_ATTN_WAVE_SPLITS * threads + 1) * (2 + head_dim_v) + 2)
  *
  * whatever the contexts are; 0 for one worker. Without a workspace the call gives the same bits.
- * Only B, H, cu_seqlens_q, the view's head_dim_v and tp are looked at. 0 with the slot set: args or
- * its view NULL, a size that is not known, B < 0, H < 1, a number of bytes that would wrap. */
+ * Only B, H, cu_seqlens_q, the view's head_dim_v and tp are looked at.
+ *
+ * 0 with the slot set (TL_EINVAL): args or its view NULL; a size that is not known; B < 0 or H < 1;
+ * a number of bytes that would wrap. */
 TL_API size_t tl_paged_attn_workspace(const tl_paged_attn_args *args);
 
 /* Attention of any rows of any sequences over paged memory: decode, chunked prefill, the check of a
  * draft, and any mixture of them in one call, with any combination of options. Every row has the
  * bits that plain decode at its position has.
  *
- * Allocates nothing, takes some 60 KB of stack on each thread and no lock but the pool's.
- * A view is sound when its dtype is one of the three, reserved is 0, block_tokens, n_kv_heads and
- * head dims are at least 1, n_blocks >= 0, the strides are not negative and do not let two elements
- * of K (or two of V) share memory, and its last element can be addressed. K and V may share memory
- * with each other.
- * Errors, out and lse untouched; the first of these decides: TL_EINVAL for args NULL or a size that
- * is not known; a NULL pointer (view, its k or v, q, out, ctx_lens, block_tables), a view that is
- * not sound, B < 0, table_stride < 1, a scale that is NaN, a softcap that is negative, infinite or
- * NaN, a trace with a negative capacity, with NULL for one or beyond the address space; TL_ESHAPE
- * for H < 1 or no multiple of the view's KV heads; TL_EINVAL for out strides that let two rows
- * share memory, a size beyond the address space, a workspace that is short or not aligned for
- * floats; TL_EUNSUPPORTED for a TINYLLM_ISA that is not here; then sequence by sequence TL_EINVAL
- * for cu_seqlens_q that does not begin at 0 or decreases, a context length below q_len (or below 1)
- * or beyond the table, an entry that would be read and names no block; TL_EINVAL where out, lse,
- * the workspace or the trace's events overlap an input or another of them; TL_EBUSY last. B == 0
- * with all else in order: TL_OK. */
+ * Sequences of a batch that begin with the same blocks share one walk over them, wherever they
+ * stand among 256 neighbours; the longest sequences are begun first.
+ * Allocates nothing, takes no lock but the pool's, and TL_ATTN_STACK_BYTES of stack at most.
+ *
+ * Errors, out and lse untouched, the first of these decides:
+ *   TL_EINVAL        args NULL or a size that is not known
+ *   TL_EINVAL        view, its k or v, q, out, ctx_lens or block_tables NULL
+ *   TL_EINVAL        a view that is not sound (kv_view.h)
+ *   TL_EINVAL        B < 0, table_stride < 1, first_block or state_span not 0
+ *   TL_EINVAL        a scale that is NaN, a softcap that is negative, infinite or NaN
+ *   TL_EINVAL        a trace with a negative capacity, one beyond the address space, or no events
+ *   TL_ESHAPE        H < 1 or no multiple of the view's KV heads
+ *   TL_EUNSUPPORTED  a head_dim of the view above TL_MAX_HEAD_DIM
+ *   TL_EINVAL        tables, q or out beyond the address space; rows of out that share memory
+ *   TL_EINVAL        a workspace that is short or not aligned for floats
+ *   TL_EUNSUPPORTED  TINYLLM_ISA names what is not here
+ *   TL_EINVAL        cu_seqlens_q does not begin at 0; then sequence by sequence: it decreases, a
+ *                    context length below q_len (or below 1) or beyond the table, an entry that
+ *                    would be read and names no block
+ *   TL_EINVAL        out, lse, the workspace or the trace's events overlap an input or one another
+ *   TL_EBUSY         called on tp from inside one of its ranges
+ * B == 0 with all else in order: TL_OK. */
 TL_API tl_status tl_paged_attn_f32(const tl_paged_attn_args *args);
 
-/* States: what a range of splits leaves of each row, to be merged later, elsewhere, by anybody. A
- * state is 2 + head_dim_v
- * floats: m (the largest score), L (the sum of exp(s - m)), then the values weighted by exp(s - m),
- * unnormalised. A split in which a row sees nothing leaves m = -inf and zeros.
+/* States: what a range of positions leaves of each row, to be merged later, elsewhere, by anybody.
+ * A state is 2 + head_dim_v floats: m (the largest score), L (the sum of exp(s - m)), then the
+ * values weighted by exp(s - m), unnormalised. Where a row sees nothing, m = -inf and zeros.
  *
  *   args      as for tl_paged_attn_f32; out, its strides, lse, sink_logits and the workspace are
- *             not used
- *   states    [total_q, H, n_splits, 2 + head_dim_v], written: splits first_split .. first_split +
- *             n_splits - 1, each TL_ATTN_SPLIT positions from a multiple of it on
+ *             not used. state_span: whether a state is that of a split or of a whole stretch.
+ *             first_block: where the tables begin
+ *   states    [total_q, H, n_splits * TL_ATTN_SPLIT / span, 2 + head_dim_v], written: splits
+ *             first_split .. first_split + n_splits - 1, or the stretches that they make up
  *
  * Only K and V of those splits are read; only table entries that hold their visible positions are
- * looked at.
- * Errors as tl_paged_attn_f32's, states untouched; and TL_EINVAL for states NULL, first_split < 0,
- * n_splits < 1, a range past INT64_MAX or states beyond the address space, or states overlapping an
- * input. */
+ * looked at, and no table needs to reach further.
+ *
+ * Errors, states untouched: as tl_paged_attn_f32's, with these where `out` would be looked at:
+ *   TL_EINVAL   a state_span that is none of the three; first_block < 0
+ *   TL_EINVAL   states NULL, first_split < 0, n_splits < 1, a range past INT64_MAX
+ *   TL_EINVAL   states of stretches, and first_split or n_splits no multiple of
+ *               TL_ATTN_STRETCH / TL_ATTN_SPLIT
+ *   TL_EINVAL   states beyond the address space
+ *   TL_EINVAL   a visible position before first_block's first */
 TL_API tl_status tl_paged_attn_states_f32(const tl_paged_attn_args *args, int64_t first_split,
                                           int64_t n_splits, float *states);
 
-/* The states of some splits of every row. */
+/* The states of some splits of every row. 32 bytes. */
 typedef struct tl_attn_part {
-    const float *states; /* [n_rows, n_splits, 2 + dim] */
+    const float *states; /* [n_rows, n_splits * TL_ATTN_SPLIT / span, 2 + dim] */
     int64_t first_split, n_splits;
+    int64_t span; /* positions of one state: TL_ATTN_SPLIT (also as 0) or TL_ATTN_STRETCH */
 } tl_attn_part;
 
 /* Merges states into finished rows: bit for bit what tl_paged_attn_f32 gives, however the splits
  * were divided.
  *
  *   parts        [n_parts], in rising order, that together hold split 0 up to some last one, each
- *                once; splits behind the last that any row sees may be there (they are empty) or
- *                not
+ *                once, as states of splits or of stretches; splits behind the last that any row
+ *                sees may be there (they are empty) or not
  *   n_rows, H    rows, of which row i belongs to head i % H (as [total_q, H])
  *   sink_logits  [H], or NULL
  *   out          [n_rows, dim] contiguous, written;  lse  [n_rows], written, or NULL
  *
- * Errors, outputs untouched: TL_EINVAL for a NULL pointer that would be used, n_parts < 1, n_rows <
- * 0, H < 1 or n_rows no multiple of it, dim < 1, a part with n_splits < 1, a first part that does
- * not begin at split 0, a part that does not begin where the one before it ends, a size beyond the
- * address space, out or lse overlapping an input or the other; TL_EUNSUPPORTED for a TINYLLM_ISA
- * that is not here; TL_EBUSY last. n_rows == 0: TL_OK. */
+ * Errors, outputs untouched, the first of these decides; n_rows == 0: TL_OK.
+ *   TL_EINVAL        n_parts < 1, n_rows < 0, H < 1 or n_rows no multiple of it, dim < 1
+ *   TL_EINVAL        parts or out NULL, a size beyond the address space
+ *   TL_EUNSUPPORTED  dim above TL_MAX_HEAD_DIM
+ *   TL_EINVAL        part by part: n_splits < 1; a span that is none of the three; it does not
+ *                    begin where the one before it ends (the first: at split 0); states of
+ *                    stretches, and first_split or n_splits no multiple of TL_ATTN_STRETCH /
+ *                    TL_ATTN_SPLIT; states NULL or beyond the address space
+ *   TL_EINVAL        out or lse overlaps an input or the other
+ *   TL_EUNSUPPORTED  TINYLLM_ISA names what is not here
+ *   TL_EBUSY         called on tp from inside one of its ranges */
 TL_API tl_status tl_attn_merge_f32(const tl_attn_part *parts, int64_t n_parts, int64_t n_rows,
                                    int64_t H, int64_t dim, const float *sink_logits, float *out,
                                    float *lse, tl_pool *tp);

@@ -25,20 +25,49 @@
 #include "abi.h"
 #include "kv_pool.h"
 
-/* 112 bytes, in this order. */
+/* 184 bytes, in this order. Set `size` and zero the rest before filling it in: later versions add
+ * members behind, and take a smaller size for what it was. */
 typedef struct {
-    const void *k, *v;     /* never written through, except by tl_kv_write_slots */
-    int32_t dtype;         /* TL_F32, TL_F16 or TL_BF16: of both */
-    uint32_t reserved;     /* 0 */
+    uint64_t size;     /* sizeof(tl_kv_view) */
+    const void *k, *v; /* written through by tl_kv_write_slots alone */
+    int32_t dtype;     /* TL_F32, TL_F16 or TL_BF16: of both */
+    uint32_t reserved; /* 0 */
     int64_t n_blocks, block_tokens, n_kv_heads, head_dim_k, head_dim_v;
     int64_t k_block_stride, k_head_stride, k_token_stride;
     int64_t v_block_stride, v_head_stride, v_token_stride;
+    /* Scales of formats that have them, strides in floats; NULL and 0 for the dtypes above. */
+    const float *k_scale, *v_scale;
+    int64_t k_scale_block_stride, k_scale_head_stride, k_scale_token_stride;
+    int64_t v_scale_block_stride, v_scale_head_stride, v_scale_token_stride;
 } tl_kv_view;
 
 TL_BEGIN_DECLS
 
-/* Fills in the view of one layer of a pool. It stays good as long as the pool. On failure *view is
- * untouched: TL_EINVAL (kv or view NULL, layer out of range). */
+/* Whether a view is sound: asked by every function that takes one, in this order, each TL_EINVAL.
+ *
+ *   size         is not one that is known
+ *   dtype        is none of those above
+ *   reserved     is not 0; a scale, or a stride of one, is given
+ *   sizes        block_tokens, n_kv_heads or a head_dim below 1, n_blocks below 0
+ *   strides      negative, or two elements of K (or of V) share memory. Shown by nesting: of the
+ *                axes block, head and slot, those longer than 1 are taken by rising stride, and
+ *                each must step over all that the shorter ones span. Every layout that permutes or
+ *                pads the axes passes; refused are a few that interleave without sharing, in which
+ *                one axis falls into the gaps of another
+ *   addresses    the last element lies past the end of memory
+ *
+ * K and V may share memory with each other. */
+
+/* Fills in the view of one layer of a pool. It stays good as long as the pool.
+ *
+ *   kv      the pool
+ *   layer   which of its layers
+ *   view    view->size is the caller's; that many bytes are written
+ *
+ * Errors, *view untouched:
+ *   TL_EINVAL   kv or view NULL
+ *   TL_EINVAL   view->size is not one that is known
+ *   TL_EINVAL   layer out of range */
 TL_API tl_status tl_kv_pool_view(const tl_kv_pool *kv, uint32_t layer, tl_kv_view *view);
 
 /* Writes K and V of T tokens into the slots an engine's own tables gave them.
@@ -54,11 +83,18 @@ TL_API tl_status tl_kv_pool_view(const tl_kv_pool *kv, uint32_t layer, tl_kv_vie
  * Strides in elements of dtype; they may be 0 or negative. k and v are read only for tokens that
  * are not skipped.
  * Nothing but the given slots is written. Not thread-safe for one slot. T == 0: TL_OK.
- * Errors, nothing written: TL_EINVAL (a NULL pointer that would be used, T < 0, a view that is not
- * sound (see tl_paged_attn_f32), a slot below -1 or at or past n_blocks * block_tokens, a slot
- * given twice); TL_EUNSUPPORTED (dtype is neither TL_F32 nor the view's); TL_ENOMEM (more than 64
- * slots that do not rise, and the allocator hook has no 16 * T bytes to look for ones given twice).
- * Source strides that leave the address space: TL_EINVAL. */
+ *
+ * Errors, nothing written, the first of these decides:
+ *   TL_EINVAL        T < 0; view or slots NULL; T slots do not fit in memory
+ *   TL_EINVAL        a view that is not sound
+ *   TL_EUNSUPPORTED  dtype is neither TL_F32 nor the view's
+ *   TL_EUNSUPPORTED  TINYLLM_ISA names what is not here
+ *   TL_EINVAL        a slot below -1, or at or past n_blocks * block_tokens
+ *   TL_EINVAL        k, v or the view's k or v NULL where they would be used
+ *   TL_EINVAL        strides of k or v that leave the address space
+ *   TL_EINVAL        a slot given twice
+ *   TL_ENOMEM        more than 64 slots that do not rise, and the allocator hook has no 16 * T
+ *                    bytes to look for slots given twice */
 TL_API tl_status tl_kv_write_slots(const tl_kv_view *view, const int64_t *slots, int64_t T,
                                    const void *k, const void *v, int32_t dtype,
                                    int64_t k_token_stride, int64_t k_head_stride,

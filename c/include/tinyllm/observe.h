@@ -9,13 +9,15 @@
 
 /* What an event was. */
 #define TL_TRACE_ROWS 0   /* rows of one sequence walked over K and V */
-/* rows of several sequences, from `seq` on, walked over the splits they share */
+/* rows of several sequences, `seq` the first of them, walked over a prefix that they share */
 #define TL_TRACE_SHARED 1
 #define TL_TRACE_MERGE 2  /* states of splits merged; seq and kv_head are -1 */
 
 /* One piece of work of a call. 72 bytes, in this order. */
 typedef struct {
     int32_t worker, what;
+    /* tokens of the batch from first_token on; of a shared prefix n_tokens in all, wherever they
+     * are */
     int64_t seq, kv_head, first_token, n_tokens;
     /* of TL_ATTN_SPLIT positions each: those that any of the rows sees */
     int64_t first_split, n_splits;
@@ -41,10 +43,14 @@ TL_BEGIN_DECLS
  *                 looked at
  *   ctx_lens      [B] tokens, >= 0
  *
- * Allocates nothing. Errors, *word untouched: TL_EINVAL for a NULL pointer (tp may be NULL), a view
- * that is not sound (see tl_paged_attn_f32), B < 0, table_stride < 1, sizes beyond the address
- * space, a context length that is negative or beyond the table, an entry that would be read and
- * names no block; TL_EBUSY. Threads: as for tl_paged_attn_f32. */
+ * Allocates nothing. Threads: as for tl_paged_attn_f32.
+ * Errors, *word untouched, the first of these decides:
+ *   TL_EINVAL   view, its k or v, block_tables, ctx_lens or word NULL (tp may be NULL)
+ *   TL_EINVAL   a view that is not sound (kv_view.h)
+ *   TL_EINVAL   B < 0, table_stride < 1, tables beyond the address space
+ *   TL_EINVAL   sequence by sequence: a context length that is negative or beyond the table, an
+ *               entry that would be read and names no block
+ *   TL_EBUSY    called on tp from inside one of its ranges */
 TL_API tl_status tl_kv_read(const tl_kv_view *view, const uint32_t *block_tables,
                             int64_t table_stride, const int32_t *ctx_lens, int64_t B,
                             int64_t window, tl_pool *tp, uint64_t *word);

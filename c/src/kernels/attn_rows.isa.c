@@ -9,10 +9,8 @@
  * elements of a value.
  *
  * For each split a row has a state (m, l, a): maximum, sixteen lanes of the denominator,
- * unnormalised values. A finished split is merged into `out`, in order; then the sink joins and the
- * row is finished. Where every value of every row fits in work->acc the columns go together, run by
- * run; a wider head is scored a whole split at a time and its columns follow in pieces. The bits
- * are the same. */
+ * unnormalised values. A finished split is merged into the state of its stretch, in order; a
+ * finished stretch into those before it; then the sink joins and the row is finished. */
 #include "kernels/attn_values.h"
 #include "kernels/kernels.h"
 
@@ -20,27 +18,27 @@
 
 /* What is done to a block is a function of its own for each number of rows and dtype, so that both
  * are constants inside and a compiler has all registers for one block. */
-typedef void score_fn(const job_t *job, int r0, struct run run, int64_t t,
+typedef void score_fn(job_t *job, int r0, struct run run, int64_t t,
                       const struct tile_rows *rows);
-typedef void values_fn(const job_t *job, int r0, struct run run, const struct tile_rows *rows,
+typedef void values_fn(job_t *job, int r0, struct run run, const struct tile_rows *rows,
                        struct columns columns);
-typedef void absorb_fn(const job_t *job, int r0, struct run run);
+typedef void absorb_fn(job_t *job, int r0, struct run run);
 
 #define DEFINE_BLOCK(n_rows, dtype)                                                        \
     static __attribute__((noinline)) void score_##n_rows##_##dtype(                        \
-        const job_t *job, int r0, struct run run, int64_t t, const struct tile_rows *rows) \
+        job_t *job, int r0, struct run run, int64_t t, const struct tile_rows *rows) \
     {                                                                                      \
         score_tile(job, r0, n_rows, run, t, rows, dtype);                                  \
     }                                                                                      \
     static __attribute__((noinline)) void values_##n_rows##_##dtype(                       \
-        const job_t *job, int r0, struct run run, const struct tile_rows *rows,            \
+        job_t *job, int r0, struct run run, const struct tile_rows *rows,            \
         struct columns columns)                                                            \
     {                                                                                      \
         add_columns(job, r0, n_rows, run, rows, columns, dtype);                           \
     }
 #define DEFINE_ABSORB(n_rows, _)                                                                 \
     static                                                                                       \
-        __attribute__((noinline)) void absorb_##n_rows(const job_t *job, int r0, struct run run) \
+        __attribute__((noinline)) void absorb_##n_rows(job_t *job, int r0, struct run run) \
     {                                                                                            \
         for (int64_t t = run.first; t < run.end; t++)                                            \
             absorb_tile(job, r0, n_rows, run, t);                                                \
@@ -55,135 +53,142 @@ typedef void absorb_fn(const job_t *job, int r0, struct run run);
 #define EACH_COUNT(DO, dtype) DO(1, dtype)
 #endif
 
-EACH_COUNT(DEFINE_BLOCK, TL_F16)
-EACH_COUNT(DEFINE_BLOCK, TL_BF16)
-EACH_COUNT(DEFINE_BLOCK, TL_F32)
+#define DEFINE_FORMAT(dtype, type, suffix) EACH_COUNT(DEFINE_BLOCK, dtype)
+#define ENTER_FORMAT(dtype, type, suffix) EACH_COUNT(ENTER_BLOCK, dtype)
+KV_FORMATS(DEFINE_FORMAT)
 EACH_COUNT(DEFINE_ABSORB, )
 static const struct {
     score_fn *score;
     values_fn *values;
-} block_fns[][V16_ROWS + 1] = {EACH_COUNT(ENTER_BLOCK, TL_F16) EACH_COUNT(ENTER_BLOCK, TL_BF16)
-                                   EACH_COUNT(ENTER_BLOCK, TL_F32)};
+} block_fns[][V16_ROWS + 1] = {KV_FORMATS(ENTER_FORMAT)};
 static absorb_fn *const absorb_fns[V16_ROWS + 1] = {EACH_COUNT(ENTER_ABSORB, )};
 
-V16_INLINE int rows_of_block(const job_t *job, int r0)
+V16_INLINE int rows_of_block(job_t *job, int r0)
 {
     return (int)min64(V16_ROWS, job->n_rows - r0);
 }
 
-/* All dots first, then all exponentials: what takes long to come hides behind its like. */
-static void score_run(const job_t *job, struct run run)
+/* All dots first, then all exponentials, so that neither waits for the other's latency. */
+static void score_run(job_t *job, struct run run)
 {
     for (int64_t t = run.first; t < run.end; t++) {
         const struct tile_rows *rows = rows_here(job->work);
         find_tile(job);
         for (int r0 = 0; r0 < job->n_rows; r0 += V16_ROWS)
-            block_fns[job->view->dtype][rows_of_block(job, r0)].score(job, r0, run, t, rows);
+            block_fns[job->kv->dtype][rows_of_block(job, r0)].score(job, r0, run, t, rows);
     }
     for (int r0 = 0; r0 < job->n_rows; r0 += V16_ROWS)
         absorb_fns[rows_of_block(job, r0)](job, r0, run);
 }
 
-static void add_run(const job_t *job, struct run run, const struct tile_rows *rows,
+static void add_run(job_t *job, struct run run, const struct tile_rows *rows,
                     struct columns columns)
 {
     for (int r0 = 0; r0 < job->n_rows; r0 += V16_ROWS)
-        block_fns[job->view->dtype][rows_of_block(job, r0)].values(job, r0, run, rows, columns);
+        block_fns[job->kv->dtype][rows_of_block(job, r0)].values(job, r0, run, rows, columns);
 }
 
-/* ---- splits ---- */
+/* ---- splits and stretches ---- */
 
-/* A split starts from m = -inf, l = 0. */
-static void open_split(const job_t *job)
-{
-    for (int r = 0; r < job->n_rows; r++) {
-        job->work->split_max[r] = -INFINITY;
-        job->work->steady[r] = false;
-        memset(job->work->sum[r], 0, sizeof job->work->sum[r]);
-    }
-}
+static const struct attn_state nothing = {-INFINITY, 0};
 
-/* Merges the state (m, L) = (y, sum) of a split into that of the splits before it, and says how its
- * values are to follow. */
-V16_INLINE struct join join_state(float *m, float *denominator, float y, float sum)
+/* Merges a newer state into the older one, and says how its values are to follow. */
+V16_INLINE struct join join_state(struct attn_state *older, struct attn_state newer)
 {
-    const float x = *m;
+    const float x = older->m, y = newer.m;
     if (y == -INFINITY)
         return (struct join){JOIN_KEEP, 0, 0};
     if (x == -INFINITY) {
-        *m = y;
-        *denominator = sum;
+        *older = newer;
         return (struct join){JOIN_TAKE, 0, 0};
     }
-    *m = canon_max2(x, y);
-    const struct join join = {JOIN_BLEND, canon_exp1(x - *m), canon_exp1(y - *m)};
-    *denominator = f32_fma(join.x_scale, *denominator, join.y_scale * sum);
+    older->m = canon_max2(x, y);
+    const struct join join = {JOIN_BLEND, canon_exp1(x - older->m), canon_exp1(y - older->m)};
+    older->denominator =
+        f32_fma(join.x_scale, older->denominator, join.y_scale * newer.denominator);
     return join;
 }
 
-/* out = the split's values, or x_scale * out + y_scale * values. */
-static void join_values(struct join join, const float *values, float *out, int64_t width)
+/* older = the newer values, or x_scale * older + y_scale * newer. */
+static void join_values(struct join join, const float *newer, float *older, int64_t width)
 {
     const v16 x_scale = v16_set1(join.x_scale), y_scale = v16_set1(join.y_scale);
     for (int64_t c = 0; c < width && join.how != JOIN_KEEP; c += 16) {
         const int64_t n = width - c;
-        v16 y = n < 16 ? v16_load_n(values + c, n) : v16_load(values + c);
+        v16 y = n < 16 ? v16_load_n(newer + c, n) : v16_load(newer + c);
         if (join.how == JOIN_BLEND)
-            y = v16_fma(x_scale, n < 16 ? v16_load_n(out + c, n) : v16_load(out + c),
+            y = v16_fma(x_scale, n < 16 ? v16_load_n(older + c, n) : v16_load(older + c),
                         v16_mul(y_scale, y));
         if (n < 16)
-            v16_store_n(out + c, y, n);
+            v16_store_n(older + c, y, n);
         else
-            v16_store(out + c, y);
+            v16_store(older + c, y);
     }
 }
 
-static void join_split(const job_t *job)
-{
-    work_t *work = job->work;
-    for (int r = 0; r < job->n_rows; r++)
-        work->join[r] = join_state(&work->max[r], &work->denominator[r], work->split_max[r],
-                                   v16_fold(v16_load(work->sum[r])));
-}
-
-static void join_columns(const job_t *job, struct columns columns)
+/* The values of the current stretch: the first one's lie where the merge of all will. */
+V16_INLINE float *stretch_values(job_t *job, int r)
 {
     const work_t *work = job->work;
-    for (int r = 0; r < job->n_rows; r++)
-        join_values(work->join[r], work->acc + r * columns.stride, job->row[r].out + columns.first,
-                    columns.width);
+    return work->at.n_stretches > 1 ? job->work->stretch + r * work->acc_stride : job->row[r].out;
 }
 
-/* All columns together, run by run. The values of a lone split stay in acc. */
-static void narrow_split(const job_t *job, struct run split, bool lone)
+/* The current stretch joins those behind it. */
+static void close_stretch(job_t *job)
 {
-    const struct columns all = {0, job->view->v_dim, job->work->acc_stride};
-    for (int64_t t = split.first; t < split.end; t += ATTN_RUN_TILES) {
-        const struct run run = {t, min64(t + ATTN_RUN_TILES, split.end), 0, t == split.first};
+    work_t *work = job->work;
+    for (int r = 0; r < job->n_rows; r++) {
+        const struct join join = join_state(&work->merged[r], work->in_stretch[r]);
+        if (work->at.n_stretches > 1)
+            join_values(join, stretch_values(job, r), job->row[r].out, job->kv->v.dim);
+        work->in_stretch[r] = nothing;
+    }
+}
+
+/* A split starts from m = -inf, l = 0. */
+static void open_split(job_t *job, int64_t split)
+{
+    work_t *work = job->work;
+    if (work->at.stretch != split / ATTN_STRETCH_SPLITS) {
+        close_stretch(job);
+        work->at.stretch = split / ATTN_STRETCH_SPLITS;
+        work->at.n_stretches++;
+    }
+    for (int r = 0; r < job->n_rows; r++) {
+        work->split_max[r] = -INFINITY;
+        work->steady[r] = false;
+        memset(work->sum[r], 0, sizeof work->sum[r]);
+    }
+    work->at.split_is_open = true;
+}
+
+/* The current split joins its stretch; its values stay in acc where nothing else is to join. */
+static void close_split(job_t *job, bool is_lone)
+{
+    work_t *work = job->work;
+    for (int r = 0; r < job->n_rows; r++) {
+        const struct attn_state split = {work->split_max[r], v16_fold(v16_load(work->sum[r]))};
+        const struct join join = join_state(&work->in_stretch[r], split);
+        if (!is_lone)
+            join_values(join, work->acc + r * work->acc_stride, stretch_values(job, r),
+                        job->kv->v.dim);
+    }
+    work->at.split_is_open = false;
+}
+
+/* Tiles of one split, run by run. */
+static void walk_split(job_t *job, struct run tiles)
+{
+    const struct columns all = {0, job->kv->v.dim, job->work->acc_stride};
+    const int64_t split = tiles.first / ATTN_SPLIT_TILES;
+    bool is_fresh = !job->work->at.split_is_open;
+    if (is_fresh)
+        open_split(job, split);
+    for (int64_t t = tiles.first; t < tiles.end; t += ATTN_RUN_TILES, is_fresh = false) {
+        const struct run run = {t, min64(t + ATTN_RUN_TILES, tiles.end), 0, is_fresh};
         const struct tile_rows *rows = rows_here(job->work);
         score_run(job, run);
         add_run(job, run, rows, all);
-    }
-    join_split(job);
-    if (!lone)
-        join_columns(job, all);
-}
-
-/* Scores of the whole split first, then the columns in pieces that fit, with a walk for each. */
-static void wide_split(const job_t *job, struct run split)
-{
-    const int64_t dim = job->view->v_dim, from = max64(split.first * 16, job->work->path.lo);
-    score_run(job, split);
-    join_split(job);
-    for (int64_t first = 0; first < dim; first += ATTN_ACC) {
-        const struct columns piece = {first, min64(ATTN_ACC, dim - first), ATTN_ACC};
-        walk_from(job, from);
-        for (int64_t t = split.first; t < split.end; t++) {
-            const struct run one = {t, t + 1, t - split.first, t == split.first};
-            add_run(job, one, rows_here(job->work), piece);
-            find_tile(job);
-        }
-        join_columns(job, piece);
     }
 }
 
@@ -205,22 +210,21 @@ static void fill_row(float *out, int64_t dim, float value)
         out[d] = value;
 }
 
-/* The sink joins the denominator of (m, L), which sees at least one key: returns what the values
- * shrink by. */
-static float join_sink(float sink, float *m, float *denominator)
+/* The sink joins a state that sees at least one key: returns what the values shrink by. */
+static float join_sink(float sink, struct attn_state *row)
 {
-    const float top = canon_max2(*m, sink), shrink = canon_exp1(*m - top);
-    *denominator = f32_fma(shrink, *denominator, canon_exp1(sink - top));
-    *m = top;
+    const float top = canon_max2(row->m, sink), shrink = canon_exp1(row->m - top);
+    row->denominator = f32_fma(shrink, row->denominator, canon_exp1(sink - top));
+    row->m = top;
     return shrink;
 }
 
-/* Writes what a row amounts to, once the last split has joined. `values` are the unnormalised ones;
- * they may be out itself. */
-static void finish_row(const struct attn_end *end, float m, float denominator, const float *values)
+/* Writes what a row amounts to, once the last stretch has joined. `values` are the unnormalised
+ * ones; they may be out itself. */
+static void finish_row(const struct attn_end *end, struct attn_state row, const float *values)
 {
     float lse = 0;
-    const bool empty = m == -INFINITY, has_sink = end->sink != -INFINITY;
+    const bool empty = row.m == -INFINITY, has_sink = end->sink != -INFINITY;
     if (has_sink && !(end->sink < INFINITY)) {
         fill_row(end->out, end->dim, canon_nan());
         lse = canon_nan();
@@ -228,73 +232,93 @@ static void finish_row(const struct attn_end *end, float m, float denominator, c
         fill_row(end->out, end->dim, 0);
         lse = end->sink + 0; /* m + log(1) */
     } else {
-        if (has_sink && !(end->sink <= m)) {
-            scale_row(values, end->out, end->dim, join_sink(end->sink, &m, &denominator));
+        if (has_sink && !(end->sink <= row.m)) {
+            scale_row(values, end->out, end->dim, join_sink(end->sink, &row));
             values = end->out;
         } else if (has_sink) {
-            join_sink(end->sink, &m, &denominator);
+            join_sink(end->sink, &row);
         }
-        scale_row(values, end->out, end->dim, 1 / denominator);
+        scale_row(values, end->out, end->dim, 1 / row.denominator);
         if (end->lse)
-            lse = m + canon_log(denominator);
+            lse = row.m + canon_log(row.denominator);
     }
     if (end->lse)
         *end->lse = lse != lse ? canon_nan() : lse;
 }
 
-/* Writes the state of the one split a row was asked for. */
-static void keep_state(float *state, float m, float denominator, const float *values, int64_t dim)
+/* Writes a state as it is handed out: m and L in front of the values. */
+static void keep_state(float *out, int64_t dim, struct attn_state row, const float *values)
 {
-    const bool empty = m == -INFINITY;
-    state[0] = m != m ? canon_nan() : m;
-    state[1] = empty ? 0 : denominator != denominator ? canon_nan() : denominator;
+    const bool empty = row.m == -INFINITY;
+    out[-2] = row.m != row.m ? canon_nan() : row.m;
+    out[-1] = empty                                  ? 0
+              : row.denominator != row.denominator ? canon_nan()
+                                                     : row.denominator;
     if (empty)
-        fill_row(state + 2, dim, 0);
+        fill_row(out, dim, 0);
     else
-        scale_row(values, state + 2, dim, 1); /* times 1: one NaN, and nothing else changes */
+        scale_row(values, out, dim, 1); /* times 1: one NaN, and nothing else changes */
 }
 
-static void end_row(const job_t *job, int r, const float *values)
+static void end_row(job_t *job, int r, const float *values)
 {
     const struct attn_row *row = &job->row[r];
-    const float m = job->work->max[r], denominator = job->work->denominator[r];
-    if (job->suspends)
-        *row->carry = (struct attn_state){m, denominator};
-    else if (row->state)
-        keep_state(row->state, m, denominator, values, job->view->v_dim);
+    const struct attn_state merged = job->work->merged[r];
+    if (job->part == ATTN_STATE)
+        keep_state(row->out, job->kv->v.dim, merged, values);
     else
-        finish_row(&(struct attn_end){row->out, row->lse, row->sink, job->view->v_dim}, m,
-                   denominator, values);
+        finish_row(&(struct attn_end){row->out, row->lse, row->sink, job->kv->v.dim}, merged,
+                   values);
 }
 
 /* ---- states that were kept ---- */
 
-void TL_ISA_FN(attn_join_row)(const struct attn_end *end, struct attn_state *row,
-                              const float *states, int64_t n_splits, bool last);
-
-void TL_ISA_FN(attn_join_row)(const struct attn_end *end, struct attn_state *row,
-                              const float *states, int64_t n_splits, bool last)
+/* What is in the current stretch joins the stretches behind it. */
+static void close_kept_stretch(struct attn_merge *merge)
 {
-    for (int64_t i = 0; i < n_splits; i++, states += 2 + end->dim)
-        join_values(join_state(&row->m, &row->denominator, states[0], states[1]), states + 2,
-                    end->out, end->dim);
-    if (last)
-        finish_row(end, row->m, row->denominator, end->out);
+    float *stretch = merge->stretch;
+    join_values(join_state(merge->merged, (struct attn_state){stretch[0], stretch[1]}), stretch + 2,
+                merge->end.out, merge->end.dim);
+    stretch[0] = -INFINITY;
+    stretch[1] = 0;
+}
+
+void TL_ISA_FN(attn_merge)(struct attn_merge *merge);
+
+void TL_ISA_FN(attn_merge)(struct attn_merge *merge)
+{
+    const int64_t dim = merge->end.dim;
+    const float *state = merge->states;
+    for (int64_t i = 0; i < merge->n; i++, state += 2 + dim) {
+        const struct attn_state newer = {state[0], state[1]};
+        if ((merge->first_split + i * merge->span_splits) % ATTN_STRETCH_SPLITS == 0)
+            close_kept_stretch(merge);
+        if (merge->span_splits == ATTN_STRETCH_SPLITS) {
+            join_values(join_state(merge->merged, newer), state + 2, merge->end.out, dim);
+        } else {
+            struct attn_state stretch = {merge->stretch[0], merge->stretch[1]};
+            join_values(join_state(&stretch, newer), state + 2, merge->stretch + 2, dim);
+            merge->stretch[0] = stretch.m;
+            merge->stretch[1] = stretch.denominator;
+        }
+    }
+    if (!merge->is_last)
+        return;
+    close_kept_stretch(merge);
+    finish_row(&merge->end, *merge->merged, merge->end.out);
 }
 
 /* ---- a job ---- */
 
 /* Rows of q are read again with every tile: a block's rows are laid side by side on cache lines of
- * their own, so that one pointer reaches them all and no load crosses two lines. A wide head, which
- * comes alone, is read where it lies. */
-static void line_up_queries(const job_t *job, bool narrow)
+ * their own, so that one pointer reaches them all and no load crosses two lines. */
+static void line_up_queries(job_t *job)
 {
     work_t *work = job->work;
-    const int64_t dim = job->view->k_dim;
-    work->q = narrow ? work->q_copy : job->row[0].q;
+    const int64_t dim = job->kv->k.dim;
     work->q_stride = attn_padded(dim);
-    work->acc_stride = attn_padded(job->view->v_dim);
-    for (int r = 0; narrow && r < job->n_rows; r++) {
+    work->acc_stride = attn_padded(job->kv->v.dim);
+    for (int r = 0; r < job->n_rows; r++) {
         const int r0 = r / V16_ROWS * V16_ROWS, in_block = rows_of_block(job, r0);
         float *to = work->q_copy + r0 * work->q_stride + (r - r0) * 16;
         const float *q = job->row[r].q;
@@ -303,33 +327,63 @@ static void line_up_queries(const job_t *job, bool narrow)
     }
 }
 
-void TL_ISA_FN(attn_rows)(const struct attn_job *job);
-
-void TL_ISA_FN(attn_rows)(const struct attn_job *job)
+/* Nothing has been seen yet. */
+static void begin_rows(job_t *job)
 {
-    const bool narrow =
-        job->n_rows * attn_padded(max64(job->view->k_dim, job->view->v_dim)) <= ATTN_ACC;
-    line_up_queries(job, narrow);
+    work_t *work = job->work;
+    for (int r = 0; r < job->n_rows; r++)
+        work->in_stretch[r] = work->merged[r] = nothing;
+    work->at = (struct attn_place){.stretch = -1};
+}
+
+/* Goes on with rows `from` and up of the job that began them: they become rows 0 and up. The rows
+ * in front of them are done with. */
+static void take_rows(job_t *job)
+{
+    work_t *work = job->work;
+    const size_t n = (size_t)job->n_rows, from = (size_t)job->from;
+    const size_t stride = (size_t)work->acc_stride;
+    memmove(work->acc, work->acc + from * stride, n * stride * sizeof *work->acc);
+    memmove(work->stretch, work->stretch + from * stride, n * stride * sizeof *work->stretch);
+    memmove(work->sum, work->sum + from, n * sizeof *work->sum);
+    memmove(work->split_max, work->split_max + from, n * sizeof *work->split_max);
+    memmove(work->in_stretch, work->in_stretch + from, n * sizeof *work->in_stretch);
+    memmove(work->merged, work->merged + from, n * sizeof *work->merged);
+    memset(work->steady, 0, sizeof work->steady);
+    work->at = work->begun;
+}
+
+void TL_ISA_FN(attn_rows)(struct attn_job *job);
+
+void TL_ISA_FN(attn_rows)(struct attn_job *job)
+{
+    work_t *work = job->work;
+    line_up_queries(job);
     find_path(job);
-    for (int r = 0; r < job->n_rows; r++) {
-        job->work->max[r] = job->resumes ? job->row[r].carry->m : -INFINITY;
-        job->work->denominator[r] = job->resumes ? job->row[r].carry->denominator : 0;
-    }
-    const int64_t first = job->work->path.lo / 16, end = (job->work->path.hi + 15) / 16;
+    if (job->part == ATTN_GO_ON)
+        take_rows(job);
+    else
+        begin_rows(job);
+    const int64_t first = work->path.lo / 16, end = (work->path.hi + 15) / 16;
+    const bool is_lone = (job->part == ATTN_WHOLE || job->part == ATTN_STATE) &&
+                         first / ATTN_SPLIT_TILES == (end - 1) / ATTN_SPLIT_TILES;
     if (first < end)
-        walk_from(job, job->work->path.lo);
-    const bool lone = narrow && !job->resumes && !job->suspends &&
-                      first / ATTN_SPLIT_TILES == (end - 1) / ATTN_SPLIT_TILES;
+        walk_from(job, work->path.lo);
     for (int64_t t = first; t < end;) {
         const int64_t split_end = (t / ATTN_SPLIT_TILES + 1) * ATTN_SPLIT_TILES;
-        const struct run split = {t, min64(split_end, end), 0, true};
-        open_split(job);
-        if (narrow)
-            narrow_split(job, split, lone);
-        else
-            wide_split(job, split);
-        t = split.end;
+        const struct run tiles = {t, min64(split_end, end), 0, false};
+        walk_split(job, tiles);
+        t = tiles.end;
+        if (t == split_end || (t == end && job->part != ATTN_BEGIN))
+            close_split(job, is_lone);
     }
+    if (job->part == ATTN_BEGIN) {
+        work->begun = work->at;
+        return;
+    }
+    if (work->at.split_is_open)
+        close_split(job, false);
+    close_stretch(job);
     for (int r = 0; r < job->n_rows; r++)
-        end_row(job, r, lone ? job->work->acc + r * job->work->acc_stride : job->row[r].out);
+        end_row(job, r, is_lone ? work->acc + r * work->acc_stride : job->row[r].out);
 }

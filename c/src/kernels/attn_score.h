@@ -59,7 +59,7 @@ V16_INLINE void dot_step(int n_rows, int n_keys, const float *q, const void *con
     vreg y[4];
     EACH_OF_4(r, n_rows, y[r] = vreg_keep(vreg_load(q + d * n_rows + 16 * r + lane)));
     EACH_OF_4(k, n_keys, {
-        const vreg x = load_kv_reg(key[4 * k], d + lane, dtype);
+        const vreg x = kv_load_reg(key[4 * k], d + lane, dtype);
         EACH_OF_4(r, n_rows, sum[r][k] = vreg_fma(y[r], x, sum[r][k]));
         grant(wish, k, dtype);
     });
@@ -95,7 +95,7 @@ V16_INLINE void dot_rest(int n_rows, const float *q, const void *const *key, int
                          int64_t rest, tl_dtype dtype, v16 lane[4][4])
 {
     EACH_OF_4(k, 4, {
-        const v16 x = load_kv_n(key[4 * k], d, rest, dtype);
+        const v16 x = kv_load_n(key[4 * k], d, rest, dtype);
         EACH_OF_4(r, n_rows,
                   lane[r][k] =
                       v16_fma_n(v16_load_n(q + d * n_rows + 16 * r, rest), x, lane[r][k], rest));
@@ -199,7 +199,7 @@ static bool absorb_row(work_t *work, int row, float *score, struct slots seen, f
 }
 
 /* Any tile of a block: its rows one by one. */
-static __attribute__((noinline)) void absorb_rows(const job_t *job, int r0, int n_rows, int64_t t,
+static __attribute__((noinline)) void absorb_rows(job_t *job, int r0, int n_rows, int64_t t,
                                                   float *score, struct tile_note *note)
 {
     work_t *work = job->work;
@@ -220,7 +220,7 @@ static __attribute__((noinline)) void absorb_rows(const job_t *job, int r0, int 
 /* A block of rows takes in the scores of a tile: raises m, adds exp(s - m) to l and leaves it in
  * place of s. Where m does not rise nothing is rescaled. Slots not seen add exp(-inf) = +0, which
  * changes no lane of l. */
-V16_INLINE void absorb_tile(const job_t *job, int r0, int n_rows, struct run run, int64_t t)
+V16_INLINE void absorb_tile(job_t *job, int r0, int n_rows, struct run run, int64_t t)
 {
     work_t *work = job->work;
     const int64_t place = place_of(run, r0, t);
@@ -254,7 +254,7 @@ V16_INLINE void absorb_tile(const job_t *job, int r0, int n_rows, struct run run
 }
 
 /* What some models do to a scaled score: a soft cap, then a slope over the distance to the key. */
-static __attribute__((noinline)) void bend_scores(const job_t *job, int r0, int n_rows, int64_t t,
+static __attribute__((noinline)) void bend_scores(job_t *job, int r0, int n_rows, int64_t t,
                                                   float *score)
 {
     static const float lane_number[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -272,14 +272,14 @@ static __attribute__((noinline)) void bend_scores(const job_t *job, int r0, int 
 }
 
 /* The scores of a block of rows and a tile. The first block fetches for all. */
-V16_INLINE void score_tile(const job_t *job, int r0, int n_rows, struct run run, int64_t t,
+V16_INLINE void score_tile(job_t *job, int r0, int n_rows, struct run run, int64_t t,
                            const struct tile_rows *rows, tl_dtype dtype)
 {
     work_t *work = job->work;
     float *score = work->score + place_of(run, r0, t) * V16_ROWS * 16;
     v16 dot[4];
     const bool fetches = r0 == 0 && rows[ATTN_AHEAD].found;
-    tile_dots(n_rows, work->q + r0 * work->q_stride, rows->key, job->view->k_dim, dtype, fetches,
+    tile_dots(n_rows, work->q_copy + r0 * work->q_stride, rows->key, job->kv->k.dim, dtype, fetches,
               slots_of(t, work->path.lo, work->path.hi), dot);
     EACH_OF_4(r, n_rows, v16_store(score + 16 * r, v16_mul(v16_set1(job->scale), dot[r])));
     if (job->softcap > 0 || job->has_alibi)

@@ -16,15 +16,15 @@ V16_INLINE void load_values(const void *row, int64_t d, int n_vec, int64_t n, tl
                             v16 v[8])
 {
     EACH_OF_8(i, n_vec,
-              v[i] = n_vec > 1 || n == 16 ? load_kv(row, d + 16 * i, dtype)
-                                          : load_kv_n(row, d, n, dtype));
+              v[i] = n_vec > 1 || n == 16 ? kv_load(row, d + 16 * i, dtype)
+                                          : kv_load_n(row, d, n, dtype));
 }
 
 /* n_vec vectors of columns from c on (the last `n` < 16 wide where n_vec is 1) of rows r0 ..
  * r0+n_rows-1 take in the values of a run: rescaled where a maximum rose, then plus p * v for the
  * slots that count in rising order. One row alone fetches V here, each pass over the columns its
  * share of the rows. */
-V16_INLINE void add_values(const job_t *job, int r0, int n_rows, struct run run,
+V16_INLINE void add_values(job_t *job, int r0, int n_rows, struct run run,
                            const struct tile_rows *rows, struct columns columns, int64_t c,
                            int n_vec, int64_t n, tl_dtype dtype)
 {
@@ -45,7 +45,7 @@ V16_INLINE void add_values(const job_t *job, int r0, int n_rows, struct run run,
         if (__builtin_expect(note->alike, 1)) {
             for (int j = note->lo[0]; j < note->hi[0]; j++) {
                 if (j == fetched) {
-                    for (int64_t e = 0; e < job->view->v_dim; e += 64 / element_bytes(dtype))
+                    for (int64_t e = 0; e < job->kv->v.dim; e += 64 / kv_elem_bytes(dtype))
                         fetch_ahead(rows->value + j, e, dtype);
                     fetched += (int)passes;
                 }
@@ -68,7 +68,7 @@ V16_INLINE void add_values(const job_t *job, int r0, int n_rows, struct run run,
 }
 
 /* All columns of a block of rows. */
-V16_INLINE void add_columns(const job_t *job, int r0, int n_rows, struct run run,
+V16_INLINE void add_columns(job_t *job, int r0, int n_rows, struct run run,
                             const struct tile_rows *rows, struct columns columns, tl_dtype dtype)
 {
     const int n_vec = V16_COLS(n_rows);

@@ -5,8 +5,8 @@
 #ifndef TL_ATTN_WALK_H
 #define TL_ATTN_WALK_H
 
-#include "kernels/attn_rows.h"
 #include "numerics/vec.h"
+#include "kernels/attn_rows.h"
 
 typedef struct attn_job job_t;
 typedef struct attn_work work_t;
@@ -42,66 +42,30 @@ V16_INLINE int64_t max64(int64_t a, int64_t b)
     return a > b ? a : b;
 }
 
-V16_INLINE int64_t element_bytes(tl_dtype dtype)
-{
-    return dtype == TL_F32 ? 4 : 2;
-}
-
-V16_INLINE v16 load_kv(const void *row, int64_t d, tl_dtype dtype)
-{
-    return dtype == TL_F32   ? v16_load((const float *)row + d)
-           : dtype == TL_F16 ? v16_load_f16((const uint16_t *)row + d)
-                             : v16_load_bf16((const uint16_t *)row + d);
-}
-
-V16_INLINE v16 load_kv_n(const void *row, int64_t d, int64_t n, tl_dtype dtype)
-{
-    return dtype == TL_F32   ? v16_load_n((const float *)row + d, n)
-           : dtype == TL_F16 ? v16_load_f16_n((const uint16_t *)row + d, n)
-                             : v16_load_bf16_n((const uint16_t *)row + d, n);
-}
-
-V16_INLINE vreg load_kv_reg(const void *row, int64_t d, tl_dtype dtype)
-{
-    return dtype == TL_F32   ? vreg_load((const float *)row + d)
-           : dtype == TL_F16 ? vreg_load_f16((const uint16_t *)row + d)
-                             : vreg_load_bf16((const uint16_t *)row + d);
-}
-
 /* ---- finding tiles ---- */
 
 /* Turns the search to a path, from position `from` on. */
-static void look_along(const job_t *job, const struct attn_path *path, int64_t from)
+static void look_along(job_t *job, const struct attn_path *path, int64_t from)
 {
     work_t *work = job->work;
     work->ahead.path = *path;
     work->ahead.tile = from / 16;
-    work->ahead.block = from / job->view->block_tokens;
-    work->ahead.slot = from % job->view->block_tokens;
-}
-
-/* Row `slot` of a block. */
-V16_INLINE const char *row_in_block(const struct kv_side *side, int64_t bytes, uint32_t block,
-                                    int64_t kv_head, int64_t slot)
-{
-    return (const char *)side->base +
-           bytes * ((int64_t)block * side->block_stride + kv_head * side->head_stride +
-                    slot * side->token_stride);
+    work->ahead.block = from / job->kv->block_tokens - path->first_block;
+    work->ahead.slot = from % job->kv->block_tokens;
 }
 
 /* Slots lo .. hi-1 of the tile ahead, block by block. */
-V16_INLINE void find_slots(const job_t *job, int64_t lo, int64_t hi, struct tile_rows *rows)
+V16_INLINE void find_slots(job_t *job, int64_t lo, int64_t hi, struct tile_rows *rows)
 {
-    const struct kv_view *view = job->view;
+    const struct kv_layout *kv = job->kv;
     work_t *work = job->work;
-    const int64_t bytes = element_bytes(view->dtype), k_step = view->k.token_stride * bytes,
-                  v_step = view->v.token_stride * bytes;
+    const int64_t bytes = kv_elem_bytes(kv->dtype), k_step = kv->k.token_stride * bytes,
+                  v_step = kv->v.token_stride * bytes;
     while (lo < hi) {
-        const int64_t n = min64(view->block_tokens - work->ahead.slot, hi - lo),
-                      kv_head = work->ahead.path.kv_head;
+        const int64_t n = min64(kv->block_tokens - work->ahead.slot, hi - lo);
         const uint32_t block = work->ahead.path.block_table[work->ahead.block];
-        const char *k = row_in_block(&view->k, bytes, block, kv_head, work->ahead.slot);
-        const char *v = row_in_block(&view->v, bytes, block, kv_head, work->ahead.slot);
+        const char *k = kv_row(kv, &kv->k, work->ahead.path.k, block, work->ahead.slot);
+        const char *v = kv_row(kv, &kv->v, work->ahead.path.v, block, work->ahead.slot);
         if (n == 16)
             for (int i = 0; i < 16; i++)
                 rows->key[i] = k + i * k_step, rows->value[i] = v + i * v_step;
@@ -110,14 +74,14 @@ V16_INLINE void find_slots(const job_t *job, int64_t lo, int64_t hi, struct tile
                 rows->key[lo + i] = k + i * k_step, rows->value[lo + i] = v + i * v_step;
         lo += n;
         work->ahead.slot += n;
-        if (work->ahead.slot == view->block_tokens)
+        if (work->ahead.slot == kv->block_tokens)
             work->ahead.block++, work->ahead.slot = 0;
     }
 }
 
 /* Finds the next tile of the walk, if there is one. Slots before or behind the path point at the
  * nearest row on it, so that a tile can be loaded whole and masked afterwards. */
-static void find_tile(const job_t *job)
+static void find_tile(job_t *job)
 {
     work_t *work = job->work;
     struct tile_rows *rows = &work->ring[work->ahead.n++ % ATTN_RING];
@@ -140,7 +104,7 @@ static void find_tile(const job_t *job)
 }
 
 /* Begins to walk the job's path at position `from`. */
-static void walk_from(const job_t *job, int64_t from)
+static void walk_from(job_t *job, int64_t from)
 {
     work_t *work = job->work;
     look_along(job, &work->path, from);
@@ -156,10 +120,11 @@ V16_INLINE const struct tile_rows *rows_here(const work_t *work)
     return &work->ring[(work->ahead.n - ATTN_AHEAD) % ATTN_RING];
 }
 
-static void find_path(const job_t *job)
+static void find_path(job_t *job)
 {
     work_t *work = job->work;
-    work->path = (struct attn_path){job->block_table, job->kv_head, INT64_MAX, 0};
+    work->path = job->path;
+    work->path.lo = INT64_MAX, work->path.hi = 0;
     work->all_lo = 0, work->all_hi = INT64_MAX;
     for (int r = 0; r < job->n_rows; r++) {
         work->all_lo = max64(work->all_lo, job->row[r].lo);
@@ -176,7 +141,7 @@ static void find_path(const job_t *job)
 /* The cache line of element d, into the second-level cache: in the first it would be in the way. */
 V16_INLINE void fetch(const void *row, int64_t d, tl_dtype dtype)
 {
-    __builtin_prefetch((const char *)row + d * element_bytes(dtype), 0, 2);
+    __builtin_prefetch((const char *)row + d * kv_elem_bytes(dtype), 0, 2);
 }
 
 /* Element d of a row that follows `row` by some tiles, `row` being an entry of tile_rows. */

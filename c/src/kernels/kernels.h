@@ -16,16 +16,14 @@
 #include "tinyllm/abi.h"
 
 struct attn_job;
-struct attn_end;
-struct attn_state;
+struct attn_merge;
 
 struct tl_kernels {
     const char *name;
     /* rows of attention that share one walk over K and V: attn_rows.h */
-    void (*attn_rows)(const struct attn_job *job);
-    /* one row: the next n_splits states merged into it; after the last ones it is finished */
-    void (*attn_join_row)(const struct attn_end *end, struct attn_state *row, const float *states,
-                          int64_t n_splits, bool last);
+    void (*attn_rows)(struct attn_job *job);
+    /* one row: some states merged into it */
+    void (*attn_merge)(struct attn_merge *merge);
     /* one row of softmax, cols > 0, y may be x: canon's order */
     void (*softmax_row)(const float *x, float *y, int64_t cols);
     void (*softmax_online_row)(const float *x, float *y, int64_t cols);

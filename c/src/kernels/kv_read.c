@@ -2,9 +2,7 @@
 /* kv_read.c: a decode step without the arithmetic: its bytes are read, in its order, and nothing is
  * computed of them. One load brings a whole cache line, so no wide loads are needed; memory that is
  * busy drops prefetches, so each line is asked for more than once. */
-#include "kernels/attn_rows.h"
-#include "kernels/kv_view.h"
-#include "kernels/shapes.h"
+#include "kernels/attn_call.h"
 #include "runtime/fail.h"
 #include "runtime/pool_run.h"
 
@@ -13,26 +11,9 @@ enum { LINE = 64, N_AHEAD = 3 };
 static const int64_t ahead[N_AHEAD] = {4, 2, 1};
 
 struct reading {
-    struct kv_view view;
-    const uint32_t *block_tables;
-    const int32_t *ctx_lens;
-    int64_t table_stride, Hkv, window, elem;
+    struct attn_call c; /* whose one token a sequence sees what is read */
     _Atomic uint64_t word;
 };
-
-static int64_t first_visible(const struct reading *r, int64_t seq)
-{
-    const int64_t n = r->ctx_lens[seq];
-    return r->window > 0 && r->window < n ? n - r->window : 0;
-}
-
-static const char *row_at(const struct reading *r, const struct kv_side *side, uint32_t block,
-                          int64_t head, int64_t slot)
-{
-    return (const char *)side->base +
-           (block * side->block_stride + head * side->head_stride + slot * side->token_stride) *
-               r->elem;
-}
 
 static uint64_t read_lines(const char *at, const char *const next[N_AHEAD], int64_t n)
 {
@@ -45,20 +26,37 @@ static uint64_t read_lines(const char *at, const char *const next[N_AHEAD], int6
     return word;
 }
 
-/* Slots from .. to-1 of entry i of a table, and requests for those of entries that follow, up to
- * `last`. */
-static uint64_t read_side(const struct reading *r, const struct kv_side *side, int64_t dim,
-                          const uint32_t *table, int64_t i, int64_t last, int64_t head,
-                          int64_t from, int64_t to)
+/* Slots of entry i of a table, and prefetches of those of entries that follow, up to `last`. */
+static uint64_t read_side(const struct kv_layout *kv, const struct kv_side *side, const char *plane,
+                          const uint32_t *table, int64_t i, int64_t last, struct range slots)
 {
-    const bool gapless = side->token_stride == dim;
-    const int64_t step = gapless ? to - from : 1;
+    const bool is_gapless = side->token_stride == side->dim;
+    const int64_t step = is_gapless ? slots.hi - slots.lo : 1;
     uint64_t word = 0;
-    for (int64_t slot = from; slot < to; slot += step) {
+    for (int64_t slot = slots.lo; slot < slots.hi; slot += step) {
         const char *next[N_AHEAD];
         for (int k = 0; k < N_AHEAD; k++)
-            next[k] = row_at(r, side, table[i + ahead[k] < last ? i + ahead[k] : last], head, slot);
-        word ^= read_lines(row_at(r, side, table[i], head, slot), next, step * dim * r->elem);
+            next[k] =
+                kv_row(kv, side, plane, table[i + ahead[k] < last ? i + ahead[k] : last], slot);
+        word ^= read_lines(kv_row(kv, side, plane, table[i], slot), next,
+                           step * kv_row_bytes(kv->dtype, side->dim));
+    }
+    return word;
+}
+
+static uint64_t read_unit(const struct attn_call *c, int64_t seq, int64_t kv_head)
+{
+    const struct kv_layout *kv = &c->kv;
+    const int64_t b = kv->block_tokens;
+    const struct range seen = attn_seen_by_all(c, seq);
+    const char *k = kv_plane(kv, &kv->k, seq, kv_head), *v = kv_plane(kv, &kv->v, seq, kv_head);
+    const uint32_t *table = attn_table(c, seq);
+    uint64_t word = 0;
+    for (int64_t i = seen.lo / b, last = (seen.hi - 1) / b; i <= last; i++) {
+        const struct range slots = {i == seen.lo / b ? seen.lo % b : 0,
+                                    i == last ? (seen.hi - 1) % b + 1 : b};
+        word ^= read_side(kv, &kv->k, k, table, i, last, slots);
+        word ^= read_side(kv, &kv->v, v, table, i, last, slots);
     }
     return word;
 }
@@ -68,36 +66,18 @@ static void read_units(void *ctx, int64_t lo, int64_t hi, int worker)
     struct reading *r = ctx;
     uint64_t word = 0;
     (void)worker;
-    for (int64_t unit = lo; unit < hi; unit++) {
-        const int64_t seq = unit / r->Hkv, head = unit % r->Hkv, b = r->view.block_tokens,
-                      n = r->ctx_lens[seq];
-        const int64_t first = first_visible(r, seq), last = (n - 1) / b;
-        const uint32_t *table = r->block_tables + seq * r->table_stride;
-        for (int64_t i = first / b; i * b < n; i++) {
-            const int64_t from = first > i * b ? first - i * b : 0,
-                          to = n - i * b < b ? n - i * b : b;
-            word ^= read_side(r, &r->view.k, r->view.k_dim, table, i, last, head, from, to);
-            word ^= read_side(r, &r->view.v, r->view.v_dim, table, i, last, head, from, to);
-        }
-    }
+    for (int64_t unit = lo; unit < hi; unit++)
+        if (r->c.ctx_lens[unit / r->c.kv.n_kv_heads] > 0)
+            word ^= read_unit(&r->c, unit / r->c.kv.n_kv_heads, unit % r->c.kv.n_kv_heads);
     r->word ^= word;
 }
 
-static tl_status check_sequence(const char *fn, const struct reading *r, int64_t seq,
-                                int64_t n_blocks)
+static tl_status check_sequence(const struct attn_call *c, int64_t seq)
 {
-    const int64_t n = r->ctx_lens[seq], b = r->view.block_tokens;
-    if (n < 0 || (n > 0 && (n - 1) / b >= r->table_stride))
-        return tl_fail(TL_EINVAL, fn,
-                       "sequence %lld: ctx_len = %lld, a table has %lld blocks of %lld",
-                       (long long)seq, (long long)n, (long long)r->table_stride, (long long)b);
-    for (int64_t i = first_visible(r, seq) / b; i * b < n; i++)
-        if (r->block_tables[seq * r->table_stride + i] >= n_blocks)
-            return tl_fail(
-                TL_EINVAL, fn, "sequence %lld: block_table[%lld] = %lld, the view has %lld blocks",
-                (long long)seq, (long long)i, (long long)r->block_tables[seq * r->table_stride + i],
-                (long long)n_blocks);
-    return TL_OK;
+    const int64_t n = c->ctx_lens[seq];
+    if (n < 0)
+        return tl_fail_i64(TL_EINVAL, c->fn, "sequence %lld: ctx_len = %lld is negative", seq, n);
+    return n == 0 ? TL_OK : tl_attn_check_table(c, seq, attn_seen_by_all(c, seq));
 }
 
 tl_status tl_kv_read(const tl_kv_view *view, const uint32_t *block_tables, int64_t table_stride,
@@ -105,30 +85,24 @@ tl_status tl_kv_read(const tl_kv_view *view, const uint32_t *block_tables, int64
                      uint64_t *word)
 {
     static const char fn[] = "tl_kv_read";
-    const char *missing = !view           ? "view"
-                          : !view->k      ? "view: k"
-                          : !view->v      ? "view: v"
-                          : !block_tables ? "block_tables"
-                          : !ctx_lens     ? "ctx_lens"
-                          : !word         ? "word"
-                                          : NULL;
+    struct reading r = {.c = {.fn = fn, .B = B, .q_len_each = 1, .ctx_lens = ctx_lens,
+                              .block_tables = block_tables, .table_stride = table_stride,
+                              .table_stride_name = "table_stride", .is_causal = true,
+                              .window = window}};
+    int64_t n_units;
+    const char *missing = !view ? "view" : !view->k ? "view: k" : !view->v ? "view: v"
+                          : !block_tables ? "block_tables" : !ctx_lens ? "ctx_lens"
+                          : !word ? "word" : NULL;
     if (missing)
         return tl_fail(TL_EINVAL, fn, "%s is NULL", missing);
-    TL_TRY(tl_kv_view_check(fn, view));
-    if (B < 0 || table_stride < 1 ||
-        !tl_fits_memory(sizeof(uint32_t), 2, (int64_t[]){B, table_stride}))
-        return tl_fail(TL_EINVAL, fn, "B = %lld tables of %lld", (long long)B,
-                       (long long)table_stride);
-    struct reading r = {.view = attn_view_of(view),
-                        .block_tables = block_tables,
-                        .ctx_lens = ctx_lens,
-                        .table_stride = table_stride,
-                        .Hkv = view->n_kv_heads,
-                        .window = window,
-                        .elem = tl_kv_view_elem(view)};
+    TL_TRY(tl_kv_layout_of(fn, view, &r.c.kv));
+    TL_TRY(tl_attn_check_batch(&r.c));
+    TL_TRY(tl_attn_check_tables_size(&r.c));
     for (int64_t seq = 0; seq < B; seq++)
-        TL_TRY(check_sequence(fn, &r, seq, view->n_blocks));
-    TL_TRY(tl_pool_run(fn, tp, B * r.Hkv, 1, read_units, &r));
+        TL_TRY(check_sequence(&r.c, seq));
+    if (__builtin_mul_overflow(B, r.c.kv.n_kv_heads, &n_units))
+        return tl_fail_i64(TL_EINVAL, fn, "B = %lld with %lld KV heads", B, r.c.kv.n_kv_heads);
+    TL_TRY(tl_pool_run(fn, tp, n_units, 1, read_units, &r));
     *word = r.word;
     return TL_OK;
 }

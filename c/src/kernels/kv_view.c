@@ -4,12 +4,11 @@
  *
  * Words. side: K or V. row: the width elements of one (block, head, slot) of a side. span: elements
  * from the first to the last that some axes reach, both included. */
-#include "kernels/kv_view.h"
-
 #include <stdbool.h>
 #include <string.h>
 
 #include "kernels/kernels.h"
+#include "kernels/kv_layout.h"
 #include "kernels/shapes.h"
 #include "runtime/alloc.h"
 #include "runtime/fail.h"
@@ -17,10 +16,11 @@
 
 /* ---- soundness ---- */
 
-struct axis {
-    const char *name; /* of its stride */
-    int64_t stride, n;
-};
+/* Sizes of tl_kv_view that callers may know. */
+static bool is_known_size(uint64_t size)
+{
+    return size == sizeof(tl_kv_view);
+}
 
 static tl_status check_sizes(const char *fn, const tl_kv_view *view)
 {
@@ -32,11 +32,6 @@ static tl_status check_sizes(const char *fn, const tl_kv_view *view)
                 {"n_kv_heads", view->n_kv_heads, 1},
                 {"head_dim_k", view->head_dim_k, 1},
                 {"head_dim_v", view->head_dim_v, 1}};
-    if (view->dtype != TL_F32 && view->dtype != TL_F16 && view->dtype != TL_BF16)
-        return tl_fail(TL_EINVAL, fn, "view: dtype = %d is none of TL_F32, TL_F16, TL_BF16",
-                       view->dtype);
-    if (view->reserved != 0)
-        return tl_fail(TL_EINVAL, fn, "view: reserved = %u is not 0", view->reserved);
     for (size_t i = 0; i < sizeof size / sizeof size[0]; i++)
         if (size[i].n < size[i].least)
             return tl_fail(TL_EINVAL, fn, "view: %s = %lld is below %lld", size[i].name,
@@ -44,62 +39,80 @@ static tl_status check_sizes(const char *fn, const tl_kv_view *view)
     return TL_OK;
 }
 
-static void sort_by_stride(struct axis axis[3])
+static tl_status check_format(const char *fn, const tl_kv_view *view)
 {
-    for (int i = 1; i < 3; i++)
-        for (int j = i; j > 0 && axis[j].stride < axis[j - 1].stride; j--) {
-            const struct axis shorter = axis[j];
-            axis[j] = axis[j - 1];
-            axis[j - 1] = shorter;
-        }
-}
-
-/* axis: those of a side with at least one row, in any order. */
-static tl_status check_side(const char *fn, const char *name, const void *base, int64_t width,
-                            struct axis axis[3], int64_t elem)
-{
-    int64_t span = width, reach, bytes;
-    uintptr_t end;
-    sort_by_stride(axis);
-    for (int i = 0; i < 3; i++) {
-        if (axis[i].n == 1)
-            continue;
-        if (axis[i].stride < span)
-            return tl_fail(TL_EINVAL, fn,
-                           "view: %s = %lld steps into the %lld elements of what it steps over",
-                           axis[i].name, (long long)axis[i].stride, (long long)span);
-        if (__builtin_mul_overflow(axis[i].n - 1, axis[i].stride, &reach) ||
-            __builtin_add_overflow(span, reach, &span))
-            return tl_fail(TL_EINVAL, fn, "view: %s = %lld, %lld times, passes the address space",
-                           axis[i].name, (long long)axis[i].stride, (long long)axis[i].n - 1);
-    }
-    if (__builtin_mul_overflow(span, elem, &bytes) || bytes > PTRDIFF_MAX ||
-        __builtin_add_overflow((uintptr_t)base, (uintptr_t)bytes, &end))
-        return tl_fail(TL_EINVAL, fn,
-                       "view: %s of %lld elements from %p on passes the address space", name,
-                       (long long)span, base);
+    if (!kv_is_format(view->dtype))
+        return tl_fail(TL_EINVAL, fn, "view: dtype = %d is none of " KV_FORMAT_NAMES, view->dtype);
+    if (view->reserved != 0)
+        return tl_fail(TL_EINVAL, fn, "view: reserved = %u is not 0", view->reserved);
+    if (view->k_scale || view->v_scale || view->k_scale_block_stride || view->k_scale_head_stride ||
+        view->k_scale_token_stride || view->v_scale_block_stride || view->v_scale_head_stride ||
+        view->v_scale_token_stride)
+        return tl_fail(TL_EINVAL, fn, "view: dtype = %d has no scales", view->dtype);
     return TL_OK;
 }
 
-tl_status tl_kv_view_check(const char *fn, const tl_kv_view *view)
-{
-    struct axis k[] = {{"k_block_stride", view->k_block_stride, view->n_blocks},
-                       {"k_head_stride", view->k_head_stride, view->n_kv_heads},
-                       {"k_token_stride", view->k_token_stride, view->block_tokens}};
-    struct axis v[] = {{"v_block_stride", view->v_block_stride, view->n_blocks},
-                       {"v_head_stride", view->v_head_stride, view->n_kv_heads},
-                       {"v_token_stride", view->v_token_stride, view->block_tokens}};
-    TL_TRY(check_sizes(fn, view));
-    for (int i = 0; i < 6; i++) {
-        const struct axis *axis = i < 3 ? &k[i] : &v[i - 3];
-        if (axis->stride < 0)
-            return tl_fail(TL_EINVAL, fn, "view: %s = %lld is negative", axis->name,
-                           (long long)axis->stride);
+/* The axes of a side. */
+#define AXES(view, side)                                                    \
+    {                                                                       \
+        {#side "_block_stride", (view)->side##_block_stride, (view)->n_blocks},     \
+            {#side "_head_stride", (view)->side##_head_stride, (view)->n_kv_heads}, \
+            {#side "_token_stride", (view)->side##_token_stride, (view)->block_tokens} \
     }
+
+static tl_status check_side(const char *fn, const char *name, const void *base, int64_t width,
+                            struct axis axis[3], const tl_kv_view *view)
+{
+    struct span span;
+    int64_t stepped_over;
+    for (int i = 0; i < 3; i++)
+        if (axis[i].stride < 0)
+            return tl_fail(TL_EINVAL, fn, "view: %s = %lld is negative", axis[i].name,
+                           (long long)axis[i].stride);
     if (view->n_blocks == 0)
         return TL_OK;
-    TL_TRY(check_side(fn, "k", view->k, view->head_dim_k, k, tl_kv_view_elem(view)));
-    return check_side(fn, "v", view->v, view->head_dim_v, v, tl_kv_view_elem(view));
+    const struct axis *bad = tl_overlapping_axis(width, axis, 3, &stepped_over);
+    if (bad && stepped_over > 0)
+        return tl_fail(TL_EINVAL, fn,
+                       "view: %s = %lld steps into the %lld elements of what it steps over",
+                       bad->name, (long long)bad->stride, (long long)stepped_over);
+    if (bad)
+        return tl_fail(TL_EINVAL, fn, "view: %s = %lld, %lld times, passes the address space",
+                       bad->name, (long long)bad->stride, (long long)bad->n - 1);
+    if (!tl_span_of(base, kv_elem_bytes(view->dtype), width, axis, 3, &span))
+        return tl_fail(TL_EINVAL, fn,
+                       "view: %s of %lld elements from %p on passes the address space", name,
+                       (long long)stepped_over, base);
+    return TL_OK;
+}
+
+/* The stride of an axis with one step may be anything: it is not taken. */
+static struct kv_side side_of(const void *base, int64_t dim,
+                              const struct axis axis[3])
+{
+    return (struct kv_side){.base = base,
+                            .block_stride = axis[0].n > 1 ? axis[0].stride : 0,
+                            .head_stride = axis[1].n > 1 ? axis[1].stride : 0,
+                            .token_stride = axis[2].n > 1 ? axis[2].stride : 0,
+                            .dim = dim};
+}
+
+tl_status tl_kv_layout_of(const char *fn, const tl_kv_view *view, struct kv_layout *kv)
+{
+    if (!is_known_size(view->size))
+        return tl_fail(TL_EINVAL, fn, "view: size = %llu, this version's is %zu",
+                       (unsigned long long)view->size, sizeof *view);
+    struct axis k[3] = AXES(view, k), v[3] = AXES(view, v);
+    TL_TRY(check_format(fn, view));
+    TL_TRY(check_sizes(fn, view));
+    *kv = (struct kv_layout){.k = side_of(view->k, view->head_dim_k, k),
+                             .v = side_of(view->v, view->head_dim_v, v),
+                             .dtype = view->dtype,
+                             .n_blocks = view->n_blocks,
+                             .block_tokens = view->block_tokens,
+                             .n_kv_heads = view->n_kv_heads};
+    TL_TRY(check_side(fn, "k", view->k, view->head_dim_k, k, view));
+    return check_side(fn, "v", view->v, view->head_dim_v, v, view);
 }
 
 /* ---- the view of a pool ---- */
@@ -110,12 +123,16 @@ tl_status tl_kv_pool_view(const tl_kv_pool *kv, uint32_t layer, tl_kv_view *view
     tl_kv_cfg cfg;
     if (!kv || !view)
         return tl_fail(TL_EINVAL, fn, "%s is NULL", !kv ? "kv" : "view");
+    if (!is_known_size(view->size))
+        return tl_fail(TL_EINVAL, fn, "view: size = %llu, this version's is %zu",
+                       (unsigned long long)view->size, sizeof *view);
     tl_kv_pool_cfg(kv, &cfg);
     if (layer >= cfg.n_layers)
         return tl_fail(TL_EINVAL, fn, "layer = %u, the pool has %u", layer, cfg.n_layers);
     const int64_t token = cfg.head_dim, head = cfg.block_tokens * token;
-    const int64_t block = (int64_t)(tl_kv_block_bytes(kv) / sizeof(uint16_t));
-    *view = (tl_kv_view){.k = tl_kv_block_ptr(kv, 0, layer, 0),
+    const int64_t block = (int64_t)tl_kv_block_bytes(kv) / kv_elem_bytes(cfg.dtype);
+    *view = (tl_kv_view){.size = view->size,
+                         .k = tl_kv_block_ptr(kv, 0, layer, 0),
                          .v = tl_kv_block_ptr(kv, 0, layer, 1),
                          .dtype = cfg.dtype,
                          .n_blocks = cfg.n_blocks,
@@ -171,7 +188,8 @@ static tl_status check_arguments(const struct write *w)
                        (long long)w->T);
     if (!tl_fits_memory(2 * sizeof(int64_t), 1, &w->T))
         return tl_fail(TL_EINVAL, FN, "T = %lld slots do not fit in memory", (long long)w->T);
-    return tl_kv_view_check(FN, w->view);
+    struct kv_layout kv;
+    return tl_kv_layout_of(FN, w->view, &kv);
 }
 
 /* Every slot is in range; fills in `end` and `rising`. */
@@ -201,7 +219,7 @@ static tl_status choose_conversion(struct write *w)
     if (w->dtype != TL_F32 && w->dtype != w->view->dtype)
         return tl_fail(TL_EUNSUPPORTED, FN, "dtype = %d is neither TL_F32 nor the view's, %d",
                        w->dtype, w->view->dtype);
-    w->to_elem = tl_kv_view_elem(w->view);
+    w->to_elem = kv_elem_bytes(w->view->dtype);
     w->from_elem = w->dtype == TL_F32 ? (int64_t)sizeof(float) : w->to_elem;
     w->round = w->dtype == w->view->dtype ? NULL
                : w->view->dtype == TL_F16 ? kernels->f32_to_f16_n

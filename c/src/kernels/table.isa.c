@@ -8,9 +8,8 @@
 /* KERNEL(member, arguments): declares the function this instruction set gives for a member of
  * struct tl_kernels. */
 #define KERNEL_LIST(KERNEL)                                                              \
-    KERNEL(attn_rows, (const struct attn_job *))                                         \
-    KERNEL(attn_join_row,                                                                \
-           (const struct attn_end *, struct attn_state *, const float *, int64_t, bool)) \
+    KERNEL(attn_rows, (struct attn_job *))                            \
+    KERNEL(attn_merge, (struct attn_merge *))                         \
     KERNEL(softmax_row, (const float *, float *, int64_t))                               \
     KERNEL(softmax_online_row, (const float *, float *, int64_t))                        \
     KERNEL(exp_n, (const float *, float *, int64_t))                                     \

@@ -12,6 +12,17 @@
 __attribute__((format(printf, 3, 4))) tl_status tl_fail(tl_status status, const char *fn,
                                                         const char *format, ...);
 
+/* The same where all values are int64_t: format prints each with %lld. Up to six. */
+#define tl_fail_i64(status, fn, format, ...) \
+    tl_fail(status, fn, format, TL_I64_PICK_(__VA_ARGS__, 6, 5, 4, 3, 2, 1)(__VA_ARGS__))
+#define TL_I64_PICK_(a, b, c, d, e, f, n, ...) TL_I64_##n##_
+#define TL_I64_1_(a) (long long)(a)
+#define TL_I64_2_(a, ...) (long long)(a), TL_I64_1_(__VA_ARGS__)
+#define TL_I64_3_(a, ...) (long long)(a), TL_I64_2_(__VA_ARGS__)
+#define TL_I64_4_(a, ...) (long long)(a), TL_I64_3_(__VA_ARGS__)
+#define TL_I64_5_(a, ...) (long long)(a), TL_I64_4_(__VA_ARGS__)
+#define TL_I64_6_(a, ...) (long long)(a), TL_I64_5_(__VA_ARGS__)
+
 /* Leaves the calling function with the status of `call` unless that is TL_OK. */
 #define TL_TRY(call)                      \
     do {                                  \

@@ -17,7 +17,7 @@
 
 #include "check.h"
 #include "kernels/kernels.h"
-#include "kernels/sharing.h"
+#include "kernels/attn_plan.h"
 #include "numerics/coef.h"
 #include "tinyllm.h"
 

@@ -9,7 +9,7 @@
 
 #include "hook.h"
 #include "kernels/kernels.h"
-#include "kernels/kv_view.h"
+#include "kernels/kv_layout.h"
 #include "kv_check.h"
 #include "tinyllm.h"
 
@@ -76,7 +76,7 @@ static struct store store_make(enum layout layout, int32_t dtype, int64_t N, int
     s.n_bytes = (size_t)((element(&s, 1, N - 1, H - 1, b - 1, Dv - 1) + 1) * size);
     s.bytes = guarded(s.n_bytes);
     paint(s.bytes, s.n_bytes, 77);
-    s.view = (tl_kv_view){.k = s.bytes + k * size,
+    s.view = (tl_kv_view){.size = sizeof(tl_kv_view), .k = s.bytes + k * size,
                           .v = s.bytes + v * size,
                           .dtype = dtype,
                           .n_blocks = N,
@@ -229,10 +229,18 @@ static void shuffled(int64_t *a, int64_t n, uint64_t *seed)
 
 /* ---- the view ---- */
 
+static tl_status check_view(const tl_kv_view *view)
+{
+    struct kv_layout kv;
+    return tl_kv_layout_of("tl_x", view, &kv);
+}
+
 TEST(view_has_its_layout)
 {
-    static const size_t want[] = {0, 8, 16, 20, 24, 32, 40, 48, 56, 64, 72, 80, 88, 96, 104, 112};
-    const size_t got[] = {offsetof(tl_kv_view, k),
+    static const size_t want[] = {0,  8,  16, 24,  28,  32,  40,  48,  56,  64,  72, 80,
+                                  88, 96, 104, 112, 120, 128, 136, 144, 152, 160, 168, 176, 184};
+    const size_t got[] = {offsetof(tl_kv_view, size),
+                          offsetof(tl_kv_view, k),
                           offsetof(tl_kv_view, v),
                           offsetof(tl_kv_view, dtype),
                           offsetof(tl_kv_view, reserved),
@@ -247,6 +255,14 @@ TEST(view_has_its_layout)
                           offsetof(tl_kv_view, v_block_stride),
                           offsetof(tl_kv_view, v_head_stride),
                           offsetof(tl_kv_view, v_token_stride),
+                          offsetof(tl_kv_view, k_scale),
+                          offsetof(tl_kv_view, v_scale),
+                          offsetof(tl_kv_view, k_scale_block_stride),
+                          offsetof(tl_kv_view, k_scale_head_stride),
+                          offsetof(tl_kv_view, k_scale_token_stride),
+                          offsetof(tl_kv_view, v_scale_block_stride),
+                          offsetof(tl_kv_view, v_scale_head_stride),
+                          offsetof(tl_kv_view, v_scale_token_stride),
                           sizeof(tl_kv_view)};
     for (size_t i = 0; i < sizeof want / sizeof want[0]; i++)
         CHECK(got[i] == want[i], "member %zu at %zu, want %zu", i, got[i], want[i]);
@@ -258,6 +274,7 @@ TEST(the_view_of_a_pool_names_every_slab)
     for (uint32_t layer = 0; layer < 3; layer++) {
         tl_kv_view view;
         memset(&view, 0xA5, sizeof view);
+        view.size = sizeof view;
         tl_set_last_error("as it was");
         CHECK_STATUS(tl_kv_pool_view(kv, layer, &view), TL_OK);
         CHECK(strcmp(tl_last_error(), "as it was") == 0, "\"%s\"", tl_last_error());
@@ -274,7 +291,7 @@ TEST(the_view_of_a_pool_names_every_slab)
         CHECK(view.k_token_stride == 6 && view.k_head_stride == 24 && view.v_token_stride == 6 &&
                   view.v_head_stride == 24,
               "strides");
-        CHECK_STATUS(tl_kv_view_check("tl_x", &view), TL_OK);
+        CHECK_STATUS(check_view(&view), TL_OK);
     }
     tl_kv_pool_destroy(kv);
 }
@@ -284,7 +301,9 @@ TEST(the_view_of_what_is_not_there_is_refused)
     tl_kv_pool *kv = kv_new(5, 4, 3, 2, 6);
     tl_kv_view view, before;
     memset(&view, 0xA5, sizeof view);
+    view.size = sizeof view;
     before = view;
+    tl_kv_view unsized = {.size = sizeof view - 8};
     const struct {
         const tl_kv_pool *kv;
         uint32_t layer;
@@ -292,6 +311,7 @@ TEST(the_view_of_what_is_not_there_is_refused)
         const char *says;
     } bad[] = {{NULL, 0, &view, "tl_kv_pool_view: kv is NULL"},
                {kv, 0, NULL, "tl_kv_pool_view: view is NULL"},
+               {kv, 0, &unsized, "tl_kv_pool_view: view: size = 176, this version's is 184"},
                {kv, 3, &view, "tl_kv_pool_view: layer = 3, the pool has 3"},
                {kv, UINT32_MAX, &view, "tl_kv_pool_view: layer = 4294967295"}};
     for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
@@ -306,7 +326,7 @@ TEST(the_view_of_what_is_not_there_is_refused)
 /* A sound view: 3 blocks of 2 heads of 4 slots, K rows of 5 and V rows of 7, [N,H,b,D] f16. */
 static tl_kv_view sound_view(void)
 {
-    return (tl_kv_view){.k = (const void *)0x1000,
+    return (tl_kv_view){.size = sizeof(tl_kv_view), .k = (const void *)0x1000,
                         .v = (const void *)0x1000,
                         .dtype = TL_F16,
                         .n_blocks = 3,
@@ -330,10 +350,21 @@ TEST(every_member_that_is_not_sound_is_named)
         int64_t value;
         const char *words;
     } bad[] = {
+        {offsetof(tl_kv_view, size), 0, "size = 0"},
+        {offsetof(tl_kv_view, size), 112, "size = 112"},
+        {offsetof(tl_kv_view, size), 185, "size = 185"},
         {offsetof(tl_kv_view, dtype), -1, "dtype = -1"},
         {offsetof(tl_kv_view, dtype), TL_F8_E4M3, "dtype = 3"},
         {offsetof(tl_kv_view, dtype), INT32_MAX, "dtype = 2147483647"},
         {offsetof(tl_kv_view, reserved), 1, "reserved = 1"},
+        {offsetof(tl_kv_view, k_scale), 0x1000, "dtype = 1 has no scales"},
+        {offsetof(tl_kv_view, v_scale), 0x1000, "dtype = 1 has no scales"},
+        {offsetof(tl_kv_view, k_scale_block_stride), 1, "dtype = 1 has no scales"},
+        {offsetof(tl_kv_view, k_scale_head_stride), -1, "dtype = 1 has no scales"},
+        {offsetof(tl_kv_view, k_scale_token_stride), 1, "dtype = 1 has no scales"},
+        {offsetof(tl_kv_view, v_scale_block_stride), 1, "dtype = 1 has no scales"},
+        {offsetof(tl_kv_view, v_scale_head_stride), 1, "dtype = 1 has no scales"},
+        {offsetof(tl_kv_view, v_scale_token_stride), 1, "dtype = 1 has no scales"},
         {offsetof(tl_kv_view, n_blocks), -1, "n_blocks = -1"},
         {offsetof(tl_kv_view, n_blocks), INT64_MIN, "n_blocks = -9223372036854775808"},
         {offsetof(tl_kv_view, block_tokens), 0, "block_tokens = 0"},
@@ -394,7 +425,7 @@ TEST(every_member_that_is_not_sound_is_named)
         memcpy((char *)&view + bad[i].at,
                size == 4 ? (const void *)&narrow : (const void *)&bad[i].value, size);
         tl_set_last_error(NULL);
-        CHECK(tl_kv_view_check("tl_x", &view) == TL_EINVAL, "case %zu (%s) passed", i,
+        CHECK(check_view(&view) == TL_EINVAL, "case %zu (%s) passed", i,
               bad[i].words);
         CHECK(strncmp(tl_last_error(), "tl_x: view: ", 12) == 0 &&
                   strstr(tl_last_error(), bad[i].words),
@@ -412,29 +443,29 @@ TEST(views_at_the_edge_are_sound)
 {
     tl_kv_view view = sound_view();
     tl_set_last_error("as it was");
-    CHECK_STATUS(tl_kv_view_check("tl_x", &view), TL_OK);
+    CHECK_STATUS(check_view(&view), TL_OK);
     view.dtype = TL_BF16;
-    CHECK_STATUS(tl_kv_view_check("tl_x", &view), TL_OK);
+    CHECK_STATUS(check_view(&view), TL_OK);
     view.dtype = TL_F32;
-    CHECK_STATUS(tl_kv_view_check("tl_x", &view), TL_OK);
+    CHECK_STATUS(check_view(&view), TL_OK);
     view.v = (const void *)(uintptr_t)(0u - 168 * sizeof(float) -
                                        1); /* 3*2*4*7 elements up to the last byte but one */
-    CHECK_STATUS(tl_kv_view_check("tl_x", &view), TL_OK);
+    CHECK_STATUS(check_view(&view), TL_OK);
     view = sound_view(); /* no blocks: nothing can overlap, whatever the sizes */
     view.n_blocks = 0, view.k_head_stride = view.v_token_stride = 0, view.block_tokens = INT64_MAX,
     view.k = view.v = NULL;
-    CHECK_STATUS(tl_kv_view_check("tl_x", &view), TL_OK);
+    CHECK_STATUS(check_view(&view), TL_OK);
     view = sound_view(); /* an axis of one is never stepped along */
     view.n_blocks = view.n_kv_heads = 1, view.k_block_stride = view.k_head_stride = 0,
     view.v_block_stride = INT64_MAX;
-    CHECK_STATUS(tl_kv_view_check("tl_x", &view), TL_OK);
+    CHECK_STATUS(check_view(&view), TL_OK);
     view = sound_view(); /* the farthest that bytes of f16 reach: 2 blocks from 0 */
     view.n_blocks = 2, view.k = NULL, view.k_block_stride = PTRDIFF_MAX / 2 - 40;
-    CHECK_STATUS(tl_kv_view_check("tl_x", &view), TL_OK);
+    CHECK_STATUS(check_view(&view), TL_OK);
     view.k_block_stride++;
-    CHECK_STATUS(tl_kv_view_check("tl_x", &view), TL_EINVAL);
+    CHECK_STATUS(check_view(&view), TL_EINVAL);
     view.k_block_stride--, view.dtype = TL_F32;
-    CHECK_STATUS(tl_kv_view_check("tl_x", &view), TL_EINVAL);
+    CHECK_STATUS(check_view(&view), TL_EINVAL);
 }
 
 /* Whether in some order of the axes each steps over all that those before it span. */
@@ -478,7 +509,7 @@ TEST(no_two_rows_of_a_sound_view_share_memory)
         const int64_t width = 1 + rng_below(&seed, 5);
         for (int i = 0; i < 3; i++)
             n[i] = 1 + rng_below(&seed, 4), stride[i] = rng_below(&seed, i == 0 ? 90 : 30);
-        tl_kv_view view = {.k = (const void *)0x1000,
+        tl_kv_view view = {.size = sizeof(tl_kv_view), .k = (const void *)0x1000,
                            .v = (const void *)0x1000,
                            .dtype = TL_BF16,
                            .n_blocks = n[0],
@@ -498,7 +529,7 @@ TEST(no_two_rows_of_a_sound_view_share_memory)
         else
             view.v_block_stride = stride[0], view.v_head_stride = stride[1],
             view.v_token_stride = stride[2];
-        const bool got = tl_kv_view_check("tl_x", &view) == TL_OK,
+        const bool got = check_view(&view) == TL_OK,
                    apart = rows_apart(n, stride, width);
         CHECK(got == nests(n, stride, width), "%d: [%d %d %d] of %d at %d %d %d", got, (int)n[0],
               (int)n[1], (int)n[2], (int)width, (int)stride[0], (int)stride[1], (int)stride[2]);
@@ -909,7 +940,7 @@ TEST(slots_of_any_size_are_told_apart)
     int64_t slots[T];
     uint64_t seed = 6;
     for (int bit = 8; bit <= 60; bit++) {
-        struct store s = {.view = {.k = (const void *)0x1000,
+        struct store s = {.view = {.size = sizeof(tl_kv_view), .k = (const void *)0x1000,
                                    .v = (const void *)0x1000,
                                    .dtype = TL_F16,
                                    .n_blocks = (int64_t)1 << bit,
@@ -949,7 +980,7 @@ TEST(slots_of_any_size_pass_where_none_stands_twice)
     uint16_t *memory =
         mmap(NULL, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     CHECK(memory != MAP_FAILED, "no address space");
-    const tl_kv_view view = {.k = memory,
+    const tl_kv_view view = {.size = sizeof(tl_kv_view), .k = memory,
                              .v = memory,
                              .dtype = TL_F16,
                              .n_blocks = (int64_t)1 << (BITS - 4),
@@ -1086,7 +1117,7 @@ TEST(slots_of_a_pool_read_like_appended_ones)
     for (int i = 0; i < H * G * D; i++)
         q[i] = rng_unit(&seed);
     for (uint32_t layer = 0; layer < LAYERS; layer++) {
-        tl_kv_view view;
+        tl_kv_view view = {.size = sizeof view};
         CHECK_STATUS(tl_kv_pool_view(slotted, layer, &view), TL_OK);
         CHECK_STATUS(tl_kv_append_f32(appended, layer, table, MAX, 0, T, k, v, D, H * D), TL_OK);
         CHECK_STATUS(tl_kv_write_slots(&view, slots, T, k, v, TL_F32, H * D, D, H * D, D), TL_OK);

@@ -43,9 +43,30 @@ static void read_make(struct read_case *c, int64_t dim, int64_t gap, uint64_t se
     c->data = guarded(c->bytes);
     for (size_t i = 0; i < c->bytes; i++)
         c->data[i] = (unsigned char)(rng_next(&seed) >> 40);
-    c->view = (tl_kv_view){
-        c->data, c->data + side * 2, TL_F16,      0,   BLOCKS,   SLOTS,       HEADS, dim,
-        dim,     2 * side,           SLOTS * row, row, 2 * side, SLOTS * row, row};
+    c->view = (tl_kv_view){sizeof(tl_kv_view),
+                           c->data,
+                           c->data + side * 2,
+                           TL_F16,
+                           0,
+                           BLOCKS,
+                           SLOTS,
+                           HEADS,
+                           dim,
+                           dim,
+                           2 * side,
+                           SLOTS * row,
+                           row,
+                           2 * side,
+                           SLOTS * row,
+                           row,
+                           NULL,
+                           NULL,
+                           0,
+                           0,
+                           0,
+                           0,
+                           0,
+                           0};
     for (int i = 0; i < 15; i++)
         c->tables[i] = (uint32_t)rng_below(&seed, BLOCKS);
     c->ctx[0] = 30, c->ctx[1] = 0, c->ctx[2] = 19;
@@ -93,7 +114,8 @@ TEST(reading_badly_is_refused)
     uint64_t word = 5;
     read_make(&c, 16, 0, 3);
     const tl_kv_view sound = c.view;
-    const tl_kv_view no_k = {.v = sound.v}, odd = {.k = sound.k, .v = sound.v, .dtype = TL_I8};
+    const tl_kv_view no_k = {.v = sound.v};
+    const tl_kv_view odd = {.size = sizeof odd, .k = sound.k, .v = sound.v, .dtype = TL_I8};
     CHECK_STATUS(tl_kv_read(&sound, c.tables, 5, c.ctx, 0, 0, NULL, &word), TL_OK);
     CHECK(word == 0, "%llx of nothing", (unsigned long long)word);
     word = 5;
@@ -110,13 +132,13 @@ TEST(reading_badly_is_refused)
         {&odd, c.tables, 5, c.ctx, 3, "dtype"},
         {&sound, NULL, 5, c.ctx, 3, "block_tables is NULL"},
         {&sound, c.tables, 5, NULL, 3, "ctx_lens is NULL"},
-        {&sound, c.tables, 0, c.ctx, 3, "tables of 0"},
+        {&sound, c.tables, 0, c.ctx, 3, "table_stride = 0 is below 1"},
         {&sound, c.tables, 5, c.ctx, -1, "B = -1"},
         {&sound, c.tables, INT64_MAX / 2, c.ctx, 3, "B = 3 tables"},
-        {&sound, c.tables, 4, c.ctx, 3, "sequence 0: ctx_len = 30, a table has 4 blocks of 6"},
+        {&sound, c.tables, 4, c.ctx, 3, "sequence 0: ctx_len = 30 needs 5 blocks of 6, table_stride = 4"},
         {&sound, c.tables, 5, (const int32_t[]){1, -1, 1}, 3, "sequence 1: ctx_len = -1"},
         {&sound, (const uint32_t[]){0, 1, 9}, 3, (const int32_t[]){13}, 1,
-         "sequence 0: block_table[2] = 9, the view has 9 blocks"}};
+         "sequence 0: block_table[2] = 9, there are 9 blocks"}};
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
         CHECK_STATUS(tl_kv_read(bad[i].view, bad[i].tables, bad[i].table_stride, bad[i].ctx,
                                 bad[i].B, 0, NULL, &word),
@@ -184,6 +206,7 @@ static void traced_make(struct traced *t, const int32_t *ctx, int shared, int th
     const tl_kv_cfg cfg = {B * TABLE, BLOCK, 1, HKV, D, TL_F16, TL_KV_FORMAT_V1};
     uint64_t rng = 5;
     CHECK_STATUS(tl_kv_pool_create(&cfg, &t->kv), TL_OK);
+    t->view.size = sizeof t->view;
     CHECK_STATUS(tl_kv_pool_view(t->kv, 0, &t->view), TL_OK);
     uint16_t *data = tl_kv_block_ptr(t->kv, 0, 0, 0);
     for (size_t i = 0; i < B * TABLE * tl_kv_block_bytes(t->kv) / 2; i++)

@@ -1,0 +1,76 @@
+/* SPDX-License-Identifier: MIT */
+/* kv_format.h: what an element of K and V may be: the one list, and all that follows from it. */
+#ifndef TL_KV_FORMAT_H
+#define TL_KV_FORMAT_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "tinyllm/abi.h"
+
+/* FORMAT(dtype, type of an element, suffix of the loads that widen it (vec.h)) */
+#define KV_FORMATS(FORMAT)       \
+    FORMAT(TL_F32, float, )      \
+    FORMAT(TL_F16, uint16_t, _f16) \
+    FORMAT(TL_BF16, uint16_t, _bf16)
+
+/* Their names, for messages. */
+#define KV_FORMAT_NAMES "TL_F32, TL_F16, TL_BF16"
+
+/* Bytes of an element; 0 for what is no format. */
+static inline int64_t kv_elem_bytes(tl_dtype dtype)
+{
+#define FORMAT(name, type, _) case name: return sizeof(type);
+    switch (dtype) {
+        KV_FORMATS(FORMAT)
+    default: return 0;
+    }
+#undef FORMAT
+}
+
+static inline bool kv_is_format(tl_dtype dtype)
+{
+    return kv_elem_bytes(dtype) != 0;
+}
+
+/* Bytes of a row of `dim` elements. */
+static inline int64_t kv_row_bytes(tl_dtype dtype, int64_t dim)
+{
+    return dim * kv_elem_bytes(dtype);
+}
+
+/* Widening, for files that are compiled once per instruction set: sixteen elements from d on, the
+ * first n of them, or one register's, of the row at `row`. */
+#ifdef TL_VEC_H
+#define FORMAT(name, type, suffix) \
+    if (dtype == name)             \
+        return v16_load##suffix((const type *)row + d);
+V16_INLINE v16 kv_load(const void *row, int64_t d, tl_dtype dtype)
+{
+    KV_FORMATS(FORMAT)
+    __builtin_unreachable();
+}
+#undef FORMAT
+
+#define FORMAT(name, type, suffix) \
+    if (dtype == name)             \
+        return v16_load##suffix##_n((const type *)row + d, n);
+V16_INLINE v16 kv_load_n(const void *row, int64_t d, int64_t n, tl_dtype dtype)
+{
+    KV_FORMATS(FORMAT)
+    __builtin_unreachable();
+}
+#undef FORMAT
+
+#define FORMAT(name, type, suffix) \
+    if (dtype == name)             \
+        return vreg_load##suffix((const type *)row + d);
+V16_INLINE vreg kv_load_reg(const void *row, int64_t d, tl_dtype dtype)
+{
+    KV_FORMATS(FORMAT)
+    __builtin_unreachable();
+}
+#undef FORMAT
+#endif
+
+#endif

@@ -1,0 +1,46 @@
+/* SPDX-License-Identifier: MIT */
+/* kv_layout.h: where the K and V of one layer lie, as kernels walk them: a public view without what
+ * only checks need. The block pool merely fills one in, and a contiguous cache is a layout of one
+ * long block for each sequence. */
+#ifndef TL_KV_LAYOUT_H
+#define TL_KV_LAYOUT_H
+
+#include "kernels/kv_format.h"
+#include "tinyllm/kv_view.h"
+
+/* One side (K or V): element d of (sequence, KV head, block, slot) lies at base + the sum of index
+ * times stride, in elements of the dtype. */
+struct kv_side {
+    const char *base;
+    int64_t seq_stride, head_stride, block_stride, token_stride, dim;
+};
+
+struct kv_layout {
+    struct kv_side k, v;
+    tl_dtype dtype; /* of both */
+    int64_t n_blocks, block_tokens, n_kv_heads;
+};
+
+/* The plane of one KV head of a sequence. */
+static inline const char *kv_plane(const struct kv_layout *kv, const struct kv_side *side,
+                                   int64_t seq, int64_t kv_head)
+{
+    return side->base +
+           kv_elem_bytes(kv->dtype) * (seq * side->seq_stride + kv_head * side->head_stride);
+}
+
+/* Row `slot` of a block in a plane. */
+static inline const char *kv_row(const struct kv_layout *kv, const struct kv_side *side,
+                                 const char *plane, uint32_t block, int64_t slot)
+{
+    return plane +
+           kv_elem_bytes(kv->dtype) * (block * side->block_stride + slot * side->token_stride);
+}
+
+/* The layout of a view; TL_EINVAL in fn's name, with the member and its values, unless the view
+ * (not NULL) is sound as kv_view.h says. Whether k and v are NULL is left to fn, which knows if
+ * they will be used. Of a sound view n_blocks * block_tokens * n_kv_heads * head_dim_k (likewise v)
+ * stays below INT64_MAX, unless n_blocks is 0. */
+tl_status tl_kv_layout_of(const char *fn, const tl_kv_view *view, struct kv_layout *kv);
+
+#endif
