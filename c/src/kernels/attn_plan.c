@@ -200,9 +200,10 @@ static void do_units(void *ctx, int64_t lo, int64_t hi, int worker, void *scratc
 {
     const struct units *u = ctx;
     for (int64_t unit = lo; unit < hi; unit++) {
+        struct attn_path next;
         const bool has_next = unit + 1 < hi;
-        const struct attn_path next =
-            tl_attn_path_of_unit(u->call, u->plan, has_next ? unit + 1 : unit);
+        if (has_next)
+            next = tl_attn_path_of_unit(u->call, u->plan, unit + 1);
         tl_attn_unit(u->call, u->plan, unit, has_next ? &next : NULL, worker, scratch);
     }
 }

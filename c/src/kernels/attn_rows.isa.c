@@ -150,7 +150,8 @@ static void open_split(job_t *job, int64_t split)
 {
     work_t *work = job->work;
     if (work->at.stretch != split / ATTN_STRETCH_SPLITS) {
-        close_stretch(job);
+        if (work->at.n_stretches > 0)
+            close_stretch(job);
         work->at.stretch = split / ATTN_STRETCH_SPLITS;
         work->at.n_stretches++;
     }
@@ -162,13 +163,15 @@ static void open_split(job_t *job, int64_t split)
     work->at.split_is_open = true;
 }
 
-/* The current split joins its stretch; its values stay in acc where nothing else is to join. */
+/* The current split joins its stretch. One that is all there is is the whole of the row, and its
+ * values stay in acc. */
 static void close_split(job_t *job, bool is_lone)
 {
     work_t *work = job->work;
+    struct attn_state *into = is_lone ? work->merged : work->in_stretch;
     for (int r = 0; r < job->n_rows; r++) {
         const struct attn_state split = {work->split_max[r], v16_fold(v16_load(work->sum[r]))};
-        const struct join join = join_state(&work->in_stretch[r], split);
+        const struct join join = join_state(&into[r], split);
         if (!is_lone)
             join_values(join, work->acc + r * work->acc_stride, stretch_values(job, r),
                         job->kv->v.dim);
@@ -383,7 +386,8 @@ void TL_ISA_FN(attn_rows)(struct attn_job *job)
     }
     if (work->at.split_is_open)
         close_split(job, false);
-    close_stretch(job);
+    if (!is_lone)
+        close_stretch(job);
     for (int r = 0; r < job->n_rows; r++)
         end_row(job, r, is_lone ? work->acc + r * work->acc_stride : job->row[r].out);
 }

@@ -87,20 +87,28 @@ struct attn_path tl_attn_path_of_unit(const struct attn_call *c, const struct at
 
 /* ---- rows ---- */
 
-static struct attn_row row_of(const struct unit *u, int64_t seq, int64_t token, int64_t head)
+/* Rows first .. first+n-1 of some tokens: the heads of the group at one token after another. */
+static void fill_rows(const struct unit *u, struct tokens t, int64_t first, int n,
+                      struct attn_row *row)
 {
     const struct attn_call *c = u->c;
-    const int64_t pos = position_of(c, seq, token);
-    const struct range seen = attn_seen(c, seq, pos);
-    const struct attn_end end = attn_end_of(c, seq, token, head);
-    return (struct attn_row){.q = c->q + attn_row_at(c->q_at, seq, token, head),
-                             .out = end.out,
-                             .lse = end.lse,
-                             .sink = end.sink,
-                             .slope = c->alibi_slopes ? c->alibi_slopes[head] : 0,
-                             .pos = pos,
-                             .lo = seen.lo,
-                             .hi = seen.hi};
+    int64_t token = t.first + first / c->group, head = first % c->group;
+    for (int r = 0; r < n; token++, head = 0) {
+        const int64_t pos = position_of(c, t.seq, token);
+        const struct range seen = attn_seen(c, t.seq, pos);
+        for (; head < c->group && r < n; head++, r++) {
+            const int64_t h = u->kv_head * c->group + head;
+            const struct attn_end end = attn_end_of(c, t.seq, token, h);
+            row[r] = (struct attn_row){.q = c->q + attn_row_at(c->q_at, t.seq, token, h),
+                                       .out = end.out,
+                                       .lse = end.lse,
+                                       .sink = end.sink,
+                                       .slope = c->alibi_slopes ? c->alibi_slopes[h] : 0,
+                                       .pos = pos,
+                                       .lo = seen.lo,
+                                       .hi = seen.hi};
+        }
+    }
 }
 
 static struct attn_job job_of(const struct unit *u, int64_t seq, enum attn_part part,
@@ -115,13 +123,6 @@ static struct attn_job job_of(const struct unit *u, int64_t seq, enum attn_part 
                              .has_alibi = c->alibi_slopes != NULL,
                              .row = row,
                              .work = u->work};
-}
-
-/* Row number i of some tokens: the heads of the group at one token after another. */
-static struct attn_row row_number(const struct unit *u, struct tokens t, int64_t i)
-{
-    const int64_t group = u->c->group;
-    return row_of(u, t.seq, t.first + i / group, u->kv_head * group + i % group);
 }
 
 /* ---- jobs ---- */
@@ -169,14 +170,14 @@ static void attend_tokens(const struct unit *u, struct tokens t, const struct at
     for (int64_t i = 0; i < n_rows; i += job.n_rows) {
         job.n_rows = (int)(n_rows - i < max_rows ? n_rows - i : max_rows);
         job.next = i + job.n_rows < n_rows ? NULL : next;
-        for (int r = 0; r < job.n_rows; r++)
-            row[r] = row_number(u, t, i + r);
+        fill_rows(u, t, i, job.n_rows, row);
         if (c->to_states)
             keep_states(u, &job);
         else
             c->kernels->attn_rows(&job);
     }
-    note(u, TL_TRACE_ROWS, t, seen_by(c, t), begin_ns);
+    if (c->trace)
+        note(u, TL_TRACE_ROWS, t, seen_by(c, t), begin_ns);
 }
 
 static struct tokens all_tokens(const struct unit *u, int i)
@@ -186,7 +187,7 @@ static struct tokens all_tokens(const struct unit *u, int i)
 }
 
 /* One walk over what the sequences of the item share, for all of their rows; it stops there. */
-static int begin_shared(const struct unit *u, const struct attn_path *next)
+static void begin_shared(const struct unit *u, const struct attn_path *next)
 {
     const struct attn_call *c = u->c;
     const int64_t begin_ns = trace_now(c->trace), earliest = u->plan->first_seq + u->item->earliest;
@@ -195,17 +196,18 @@ static int begin_shared(const struct unit *u, const struct attn_path *next)
     job.next = next;
     for (int i = u->item->first; i >= 0; i = u->plan->next[i]) {
         const struct tokens t = all_tokens(u, i);
-        for (int64_t k = 0; k < (t.end - t.first) * c->group; k++, job.n_rows++) {
-            row[job.n_rows] = row_number(u, t, k);
-            row[job.n_rows].hi = u->item->shared;
-        }
+        const int n = (int)((t.end - t.first) * c->group);
+        fill_rows(u, t, 0, n, row + job.n_rows);
+        for (int r = 0; r < n; r++)
+            row[job.n_rows++].hi = u->item->shared;
     }
     c->kernels->attn_rows(&job);
+    if (!c->trace)
+        return;
     const int64_t first = attn_first_token(c, u->plan->first_seq + u->item->first);
     note(u, TL_TRACE_SHARED,
          (struct tokens){u->plan->first_seq + u->item->first, first, first + u->item->n_tokens},
          (struct range){attn_seen_by_all(c, earliest).lo, u->item->shared}, begin_ns);
-    return job.n_rows;
 }
 
 /* What is left of a sequence behind the shared part. */
@@ -226,12 +228,12 @@ static void finish_one(const struct unit *u, struct tokens t, int from,
     job.from = from;
     job.next = next;
     job.n_rows = (int)((t.end - t.first) * c->group);
-    for (int r = 0; r < job.n_rows; r++) {
-        row[r] = row_number(u, t, r);
+    fill_rows(u, t, 0, job.n_rows, row);
+    for (int r = 0; r < job.n_rows; r++)
         row[r].lo = row[r].lo > u->item->shared ? row[r].lo : u->item->shared;
-    }
     c->kernels->attn_rows(&job);
-    note(u, TL_TRACE_ROWS, t, behind_shared(u, t), begin_ns);
+    if (c->trace)
+        note(u, TL_TRACE_ROWS, t, behind_shared(u, t), begin_ns);
 }
 
 static void attend_shared(const struct unit *u, const struct attn_path *next)

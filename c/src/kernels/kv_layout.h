@@ -37,10 +37,13 @@ static inline const char *kv_row(const struct kv_layout *kv, const struct kv_sid
            kv_elem_bytes(kv->dtype) * (block * side->block_stride + slot * side->token_stride);
 }
 
-/* The layout of a view; TL_EINVAL in fn's name, with the member and its values, unless the view
- * (not NULL) is sound as kv_view.h says. Whether k and v are NULL is left to fn, which knows if
- * they will be used. Of a sound view n_blocks * block_tokens * n_kv_heads * head_dim_k (likewise v)
- * stays below INT64_MAX, unless n_blocks is 0. */
-tl_status tl_kv_layout_of(const char *fn, const tl_kv_view *view, struct kv_layout *kv);
+/* TL_EINVAL in fn's name, with the member and its values, unless the view (not NULL) is sound as
+ * kv_view.h says. Whether k and v are NULL is left to fn, which knows if they will be used. Of a
+ * sound view n_blocks * block_tokens * n_kv_heads * head_dim_k (likewise v) stays below INT64_MAX,
+ * unless n_blocks is 0. */
+tl_status tl_kv_view_check(const char *fn, const tl_kv_view *view);
+
+/* The layout of a sound view. */
+struct kv_layout tl_kv_layout_of(const tl_kv_view *view);
 
 #endif

@@ -95,7 +95,8 @@ tl_status tl_kv_read(const tl_kv_view *view, const uint32_t *block_tables, int64
                           : !word ? "word" : NULL;
     if (missing)
         return tl_fail(TL_EINVAL, fn, "%s is NULL", missing);
-    TL_TRY(tl_kv_layout_of(fn, view, &r.c.kv));
+    TL_TRY(tl_kv_view_check(fn, view));
+    r.c.kv = tl_kv_layout_of(view);
     TL_TRY(tl_attn_check_batch(&r.c));
     TL_TRY(tl_attn_check_tables_size(&r.c));
     for (int64_t seq = 0; seq < B; seq++)

@@ -86,18 +86,7 @@ static tl_status check_side(const char *fn, const char *name, const void *base, 
     return TL_OK;
 }
 
-/* The stride of an axis with one step may be anything: it is not taken. */
-static struct kv_side side_of(const void *base, int64_t dim,
-                              const struct axis axis[3])
-{
-    return (struct kv_side){.base = base,
-                            .block_stride = axis[0].n > 1 ? axis[0].stride : 0,
-                            .head_stride = axis[1].n > 1 ? axis[1].stride : 0,
-                            .token_stride = axis[2].n > 1 ? axis[2].stride : 0,
-                            .dim = dim};
-}
-
-tl_status tl_kv_layout_of(const char *fn, const tl_kv_view *view, struct kv_layout *kv)
+tl_status tl_kv_view_check(const char *fn, const tl_kv_view *view)
 {
     if (!is_known_size(view->size))
         return tl_fail(TL_EINVAL, fn, "view: size = %llu, this version's is %zu",
@@ -105,14 +94,28 @@ tl_status tl_kv_layout_of(const char *fn, const tl_kv_view *view, struct kv_layo
     struct axis k[3] = AXES(view, k), v[3] = AXES(view, v);
     TL_TRY(check_format(fn, view));
     TL_TRY(check_sizes(fn, view));
-    *kv = (struct kv_layout){.k = side_of(view->k, view->head_dim_k, k),
-                             .v = side_of(view->v, view->head_dim_v, v),
-                             .dtype = view->dtype,
-                             .n_blocks = view->n_blocks,
-                             .block_tokens = view->block_tokens,
-                             .n_kv_heads = view->n_kv_heads};
     TL_TRY(check_side(fn, "k", view->k, view->head_dim_k, k, view));
     return check_side(fn, "v", view->v, view->head_dim_v, v, view);
+}
+
+/* The stride of an axis with one step may be anything: it is not taken. */
+#define SIDE(view, side)                                                                    \
+    {                                                                                       \
+        .base = (view)->side,                                                               \
+        .head_stride = (view)->n_kv_heads > 1 ? (view)->side##_head_stride : 0,             \
+        .block_stride = (view)->n_blocks > 1 ? (view)->side##_block_stride : 0,             \
+        .token_stride = (view)->block_tokens > 1 ? (view)->side##_token_stride : 0,         \
+        .dim = (view)->head_dim_##side                                                      \
+    }
+
+struct kv_layout tl_kv_layout_of(const tl_kv_view *view)
+{
+    return (struct kv_layout){.k = SIDE(view, k),
+                              .v = SIDE(view, v),
+                              .dtype = view->dtype,
+                              .n_blocks = view->n_blocks,
+                              .block_tokens = view->block_tokens,
+                              .n_kv_heads = view->n_kv_heads};
 }
 
 /* ---- the view of a pool ---- */
@@ -188,8 +191,7 @@ static tl_status check_arguments(const struct write *w)
                        (long long)w->T);
     if (!tl_fits_memory(2 * sizeof(int64_t), 1, &w->T))
         return tl_fail(TL_EINVAL, FN, "T = %lld slots do not fit in memory", (long long)w->T);
-    struct kv_layout kv;
-    return tl_kv_layout_of(FN, w->view, &kv);
+    return tl_kv_view_check(FN, w->view);
 }
 
 /* Every slot is in range; fills in `end` and `rising`. */

@@ -46,7 +46,7 @@ tl_status tl_paged_attn_decode_f32(const float *q, const tl_kv_pool *kv, uint32_
     c.group = H / Hkv;
     c.q_at = c.out_at = (struct row_strides){0, H * D, D};
     TL_TRY(tl_kv_pool_view(kv, layer, &view));
-    TL_TRY(tl_kv_layout_of(fn, &view, &c.kv));
+    c.kv = tl_kv_layout_of(&view);
     TL_TRY(tl_attn_check(&c));
     return tl_attn_run(&c);
 }

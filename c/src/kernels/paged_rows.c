@@ -69,7 +69,8 @@ static tl_status read_call(const char *fn, const tl_paged_attn_args *a, const ch
                             .scale = a->scale, .softcap = a->logits_softcap, .is_causal = true,
                             .window = a->window, .alibi_slopes = a->alibi_slopes, .tp = a->tp,
                             .trace = a->trace};
-    TL_TRY(tl_kv_layout_of(fn, a->view, &c->kv));
+    TL_TRY(tl_kv_view_check(fn, a->view));
+    c->kv = tl_kv_layout_of(a->view);
     TL_TRY(tl_attn_check_batch(c));
     TL_TRY(check_scalars(c));
     return check_trace(fn, a->trace);

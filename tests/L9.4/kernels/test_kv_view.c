@@ -231,8 +231,7 @@ static void shuffled(int64_t *a, int64_t n, uint64_t *seed)
 
 static tl_status check_view(const tl_kv_view *view)
 {
-    struct kv_layout kv;
-    return tl_kv_layout_of("tl_x", view, &kv);
+    return tl_kv_view_check("tl_x", view);
 }
 
 TEST(view_has_its_layout)
