@@ -286,8 +286,6 @@ static void close_kept_stretch(struct attn_merge *merge)
     stretch[1] = 0;
 }
 
-void TL_ISA_FN(attn_merge)(struct attn_merge *merge);
-
 void TL_ISA_FN(attn_merge)(struct attn_merge *merge)
 {
     const int64_t dim = merge->end.dim;
@@ -355,8 +353,6 @@ static void take_rows(job_t *job)
     memset(work->steady, 0, sizeof work->steady);
     work->at = work->begun;
 }
-
-void TL_ISA_FN(attn_rows)(struct attn_job *job);
 
 void TL_ISA_FN(attn_rows)(struct attn_job *job)
 {

@@ -2,9 +2,8 @@
 /* kernels.h: what an instruction set has to bring, and how the chosen one is reached.
  *
  * A *.isa.c file is compiled once per instruction set with TL_ISA defined to its name; TL_ISA_FN(f)
- * is then f_<name>.
- * None of its functions checks arguments or sets the float mode: callers do, once, at the public
- * edge. */
+ * is then tl_f_<name>. None of its functions checks arguments or sets the float mode: callers do,
+ * once, at the public edge. */
 #ifndef TL_KERNELS_H
 #define TL_KERNELS_H
 
@@ -20,24 +19,16 @@ struct attn_merge;
 
 struct tl_kernels {
     const char *name;
-    /* rows of attention that share one walk over K and V: attn_rows.h */
-    void (*attn_rows)(struct attn_job *job);
-    /* one row: some states merged into it */
-    void (*attn_merge)(struct attn_merge *merge);
-    /* one row of softmax, cols > 0, y may be x: canon's order */
-    void (*softmax_row)(const float *x, float *y, int64_t cols);
-    void (*softmax_online_row)(const float *x, float *y, int64_t cols);
-    /* arrays, n >= 0 */
-    void (*exp_n)(const float *x, float *y, int64_t n);
-    void (*f32_to_f16_n)(const float *x, uint16_t *y, int64_t n);
-    void (*f16_to_f32_n)(const uint16_t *x, float *y, int64_t n);
-    void (*f32_to_bf16_n)(const float *x, uint16_t *y, int64_t n);
-    void (*bf16_to_f32_n)(const uint16_t *x, float *y, int64_t n);
-    void (*f32_to_e4m3_n)(const float *x, uint8_t *y, int64_t n);
-    void (*e4m3_to_f32_n)(const uint8_t *x, float *y, int64_t n);
-    void (*f32_to_e5m2_n)(const float *x, uint8_t *y, int64_t n);
-    void (*e5m2_to_f32_n)(const uint8_t *x, float *y, int64_t n);
+#define KERNEL(member, arguments) void (*member) arguments;
+#include "kernels.def"
+#undef KERNEL
 };
+
+#ifdef TL_ISA
+#define KERNEL(member, arguments) void TL_ISA_FN(member) arguments;
+#include "kernels.def"
+#undef KERNEL
+#endif
 
 /* The pinned or best usable table; scalar's where TINYLLM_ISA names one that is not here. Chosen
  * once, thread-safe. */

@@ -5,9 +5,6 @@
 #include "kernels/kernels.h"
 #include "numerics/canon.h"
 
-void TL_ISA_FN(softmax_row)(const float *x, float *y, int64_t cols);
-void TL_ISA_FN(softmax_online_row)(const float *x, float *y, int64_t cols);
-
 V16_INLINE v16 load_tile(const float *x, int64_t c, int64_t cols)
 {
     return c + 16 <= cols ? v16_load(x + c)

@@ -3,8 +3,6 @@
 #include "canon.h"
 #include "isa_fn.h"
 
-void TL_ISA_FN(exp_n)(const float *x, float *y, int64_t n);
-
 /* canon_exp, whose two choices cost a sixth of it: they are not made where no lane needs them. */
 V16_INLINE v16 exp_of_any(v16 x)
 {

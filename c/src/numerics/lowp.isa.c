@@ -7,9 +7,6 @@
 #include "lowp.h"
 #include "vec.h"
 
-void TL_ISA_FN(f32_to_f16_n)(const float *x, uint16_t *y, int64_t n);
-void TL_ISA_FN(f16_to_f32_n)(const uint16_t *x, float *y, int64_t n);
-
 void TL_ISA_FN(f32_to_f16_n)(const float *x, uint16_t *y, int64_t n)
 {
     int64_t i = 0;
@@ -29,7 +26,6 @@ void TL_ISA_FN(f16_to_f32_n)(const uint16_t *x, float *y, int64_t n)
 }
 
 #define EACH(convert, from, to, one)                                                         \
-    void TL_ISA_FN(convert##_n)(const from *restrict x, to *restrict y, int64_t n);          \
     void TL_ISA_FN(convert##_n)(const from *restrict x, to *restrict y, int64_t n)           \
     {                                                                                        \
         for (int64_t i = 0; i < n; i++)                                                      \
@@ -72,9 +68,6 @@ EACH(f32_to_e4m3, float, uint8_t, f32_to_e4m3)
 EACH(f32_to_e5m2, float, uint8_t, f32_to_e5m2)
 
 enum { PIECE = 256 };
-
-void TL_ISA_FN(e5m2_to_f32_n)(const uint8_t *x, float *y, int64_t n);
-void TL_ISA_FN(e4m3_to_f32_n)(const uint8_t *x, float *y, int64_t n);
 
 /* e5m2 is the upper byte of f16. */
 void TL_ISA_FN(e5m2_to_f32_n)(const uint8_t *x, float *y, int64_t n)

@@ -48,3 +48,13 @@ def read_elf(path: Path) -> Elf:
                 if section != 0 and info >> 4 != 0  # neither undefined nor local
             }
     return elf
+
+
+def archive_names(path: Path) -> list[str]:
+    """The global names that the index of an archive lists, its first member."""
+    image = path.read_bytes()
+    assert image[:24] == b"!<arch>\n/".ljust(24), f"{path} is no archive with an index"
+    index = image[68 : 68 + int(image[56:66])]
+    n = int.from_bytes(index[:4], "big")
+    names = index[4 + 4 * n :].split(b"\0")[:n]
+    return [name.decode() for name in names]
