@@ -3,27 +3,51 @@
 CC      ?= cc
 AR      ?= ar
 PYTHON  ?= python3
-ifeq ($(filter help clean uninstall,$(MAKECMDGOALS))$(shell command -v $(firstword $(CC)) 2>/dev/null),)
-$(error no C compiler '$(CC)': install one (Debian: apt-get install gcc libc6-dev) or say make CC=/path/to/cc)
-endif
 VERSION := $(shell sed -n 's/^.define TL_VERSION "\(.*\)"$$/\1/p' c/include/tinyllm/abi.h)
 SONAME  := libtinyllm.so.0
-ARCH    := $(shell $(CC) -dumpmachine 2>/dev/null | sed 's/-.*//')
 B       := c/build
 SAN     :=
 RUN     :=
 
-# Uses every CPU unless told otherwise, by -j or by the make that runs this one.
-ifeq ($(MAKELEVEL)$(filter -j%,$(MAKEFLAGS)),0)
-MAKEFLAGS += -j$(shell nproc 2>/dev/null || echo 1)
+# What would fail later, or build another library, is refused at once. canon.h refuses what it sees of
+# these flags, too; clang shows it little, and in LDFLAGS they link code that changes the float mode.
+OTHER_BITS := -Ofast -ffast-math -funsafe-math-optimizations -ffinite-math-only -fassociative-math \
+              -freciprocal-math -fno-signed-zeros -fno-honor-nans -fno-honor-infinities -fapprox-func \
+              -fsingle-precision-constant -ffp-model=fast -ffp-model=aggressive -mdaz-ftz -mfpmath=387 \
+              -mpc32 -mpc64 -fdenormal-fp-math=preserve-sign -fdenormal-fp-math=positive-zero
+ifneq ($(or $(filter-out help clean uninstall,$(MAKECMDGOALS)),$(if $(MAKECMDGOALS),,all)),)
+ifeq ($(shell set -- $(CC); command -v "$$1" 2>/dev/null),)
+$(error no C compiler '$(CC)': install one (Debian: apt-get install gcc libc6-dev) or say make CC=/path/to/cc)
+endif
+ifneq ($(filter $(OTHER_BITS),$(CC) $(CFLAGS) $(LDFLAGS) $(SAN)),)
+$(error $(filter $(OTHER_BITS),$(CC) $(CFLAGS) $(LDFLAGS) $(SAN)) changes the results of the library: leave it out of \
+CC, CFLAGS and LDFLAGS (-O3 is as fast here))
+endif
+endif
+ifneq ($(words $(B)),1)
+$(error B is one path without blanks, for make can have none in a target, not '$(B)': link that folder to one without)
+endif
+
+ARCH    := $(shell $(CC) -dumpmachine 2>/dev/null | sed 's/-.*//')
+# $(call try,FLAG): FLAG, where the compiler has it.
+try      = $(shell $(CC) -Werror $(1) -x c -c /dev/null -o /dev/null 2>/dev/null && echo '$(1)')
+
+# Uses every CPU, or as many as MAX_JOBS says, unless told otherwise: by -j, by MAKEFLAGS (which make
+# does not show here before its version 4.4), or by the make that runs this one.
+ifeq ($(MAKELEVEL)$(shell printf '%s' "$$MAKEFLAGS" | sed -nE '/(^| )(-?[A-Za-z]*j|--jobs)/p'),0)
+MAKEFLAGS += -j$(or $(MAX_JOBS),$(CMAKE_BUILD_PARALLEL_LEVEL),$(shell nproc 2>/dev/null || echo 1))
 endif
 
 WARN    := -Wall -Wextra -Wshadow -Wstrict-prototypes -Wmissing-prototypes -Wvla -Wundef
 WERROR  ?= # -Werror where this project is checked; a warning that a later compiler invents stops nobody
 CFLAGS  ?= -O3 -g
-override CFLAGS += -std=c11 $(WARN) $(WERROR) -D_GNU_SOURCE -Ic/include -Ic/src -fPIC -fvisibility=hidden -ffp-contract=off \
-           -fno-math-errno -fno-trapping-math -pthread $(SAN)
+GUARDS  := $(call try,-fstack-clash-protection)# a frame larger than a page touches each page of the stack in turn
+override CFLAGS += -std=c11 $(WARN) $(WERROR) -D_GNU_SOURCE -Ic/include -Ic/src -fPIC -fvisibility=hidden \
+           -include c/src/numerics/float_flags.h -ffp-contract=off -fno-math-errno -fno-trapping-math $(GUARDS) \
+           -pthread $(SAN)
 LDLIBS  := -lm -pthread
+# Calls within the library stay there, whatever else in the process has the same names.
+SHARED  := -shared -Wl,-soname,$(SONAME) -Wl,-z,defs -Wl,-Bsymbolic
 
 # Instruction sets: isas.def names the same ones; one that is only there fails to link, one that is only here fails test_isa.
 ISAS_x86_64  := scalar avx2 avx512
@@ -50,7 +74,7 @@ all: $(B)/libtinyllm.so $(B)/libtinyllm.a ## build the shared and the static lib
 
 $(B)/libtinyllm.so: $(OBJ)
 	$(call say,LD,$@)
-	@$(CC) $(CFLAGS) -shared -Wl,-soname,$(SONAME) -Wl,-z,defs $(LDFLAGS) -o $@ $^ $(LDLIBS)
+	@$(CC) $(CFLAGS) $(SHARED) $(LDFLAGS) -o $@ $^ $(LDLIBS)
 	@ln -sf libtinyllm.so $(@D)/$(SONAME)
 
 $(B)/libtinyllm.a: $(OBJ)
@@ -58,9 +82,10 @@ $(B)/libtinyllm.a: $(OBJ)
 	@rm -f $@ && $(AR) rcs $@ $^
 
 # Flags live in a stamp, so that changed flags rebuild.
+stamp    = $(subst ','\'',$(CC) $(CFLAGS) $(SHARED) $(LDFLAGS) $(ISAS))
 $(B)/flags: FORCE
 	@mkdir -p $(@D)
-	@echo '$(CC) $(CFLAGS) $(LDFLAGS) $(ISAS)' | cmp -s - $@ || echo '$(CC) $(CFLAGS) $(LDFLAGS) $(ISAS)' > $@
+	@echo '$(stamp)' | cmp -s - $@ || echo '$(stamp)' > $@
 
 $(B)/obj/%.o: c/src/%.c $(B)/flags
 	$(call say,CC,$*.c)
@@ -140,7 +165,7 @@ test-install: all .venv-install/install.stamp ## wheel, sdist, pkg-config and CM
 .PHONY: test-hf
 test-hf: all .venv-hf/oldest.stamp .venv-hf/newest.stamp ## tinyllm.hf on the oldest and the newest transformers 5 (1.6 GB to install)
 	@for version in oldest newest; do \
-	    TINYLLM_LIB=$(abspath $(B))/libtinyllm.so PYTHONPATH=.venv-hf/$$version:python \
+	    TINYLLM_LIB="$$(cd $(B) && pwd)/libtinyllm.so" PYTHONPATH=.venv-hf/$$version:python \
 	        .venv-hf/bin/python -m pytest -q -W ignore tests/hf || exit 1; \
 	done
 

@@ -12,6 +12,7 @@
 #include <math.h>
 
 #include "coef.h"
+#include "float_flags.h"
 #include "vec.h"
 
 /* The one NaN that leaves the library, 0x7FC00000. */
