@@ -14,7 +14,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 NOT_OURS = re.compile(
-    r"TINYLLM_.*|PYTHON.*|CFLAGS|LDFLAGS|MAKE.*|MFLAGS|VIRTUAL_ENV|PKG_CONFIG_.*|LD_LIBRARY_PATH"
+    r"TINYLLM_.*|PYTHON.*|CC|CFLAGS|LDFLAGS|MAKE.*|MFLAGS|MAX_JOBS|CMAKE_BUILD_PARALLEL_LEVEL"
+    r"|VIRTUAL_ENV|PKG_CONFIG_.*|LD_LIBRARY_PATH"
 )
 
 
@@ -56,10 +57,8 @@ def version() -> str:
     return str(found)
 
 
-@pytest.fixture
-def checkout(tmp_path: Path) -> Path:
+def clone(copy: Path) -> Path:
     """A copy of this checkout as git would clone it, with the changes that are not committed."""
-    copy = tmp_path / "checkout"
     for name in run(
         "git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT
     ).splitlines():
@@ -67,6 +66,42 @@ def checkout(tmp_path: Path) -> Path:
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, copy / name)
     return copy
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy of this checkout, to be built or changed."""
+    return clone(tmp_path / "checkout")
+
+
+@pytest.fixture(scope="session")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of this checkout in a folder whose name has blanks, that stays as it is."""
+    return clone(tmp_path_factory.mktemp("with blanks") / "a check out")
+
+
+# Counts in $0.log how many of it run at once, and makes empty objects of the library's sources.
+QUICK_COMPILER = """\
+#!/bin/sh
+case "$*" in *" -c c/src/"*) ;; *) exec cc "$@" ;; esac
+mkdir -p "$0.now"
+touch "$0.now/$$"
+sleep 0.02
+ls "$0.now" | wc -l >>"$0.log"
+for object; do :; done
+cc -c -x c /dev/null -o "$object"
+rm "$0.now/$$"
+"""
+
+
+@pytest.fixture
+def quick_compiler(tmp_path: Path) -> Path:
+    """A compiler for tests of how it is called; what it makes is of no use."""
+    compiler = tmp_path / "quick/cc"
+    compiler.parent.mkdir()
+    compiler.write_text(QUICK_COMPILER)
+    compiler.chmod(0o755)
+    return compiler
 
 
 @pytest.fixture(scope="session")

@@ -141,18 +141,41 @@ def test_cmake_takes_a_version_that_will_do(installed: Path, tmp_path: Path, ver
     } == answers
 
 
-def test_fetch_content_builds_both_libraries_and_leaves_the_source_as_it_was(
-    checkout: Path, tmp_path: Path, version: str
-) -> None:
-    before = set(checkout.rglob("*"))
-    app = tmp_path / "app"
+def project_of(app: Path, source: Path, extra: str = "") -> None:
+    """A project in ``app`` that takes the library in by FetchContent."""
     app.mkdir()
     write_programs(app)
     fetch = (
-        f"include(FetchContent)\nFetchContent_Declare(tinyllm SOURCE_DIR {checkout})\n"
-        "FetchContent_MakeAvailable(tinyllm)"
+        f'include(FetchContent)\nFetchContent_Declare(tinyllm SOURCE_DIR "{source}")\n'
+        f"FetchContent_MakeAvailable(tinyllm)\n{extra}"
     )
     (app / "CMakeLists.txt").write_text(PROJECT.format(find=fetch))
+
+
+@pytest.mark.parametrize("name", ["app", "an app"])
+def test_fetch_content_builds_both_libraries_and_leaves_the_source_as_it_was(
+    name: str, checkout: Path, pristine: Path, tmp_path: Path, version: str
+) -> None:
+    source = pristine if " " in name else checkout
+    before, app = set(source.rglob("*")), tmp_path / name
+    project_of(app, source)
     run("cmake", "-S", ".", "-B", "build", cwd=app)
     check_the_four_programs(app, version)
-    assert set(checkout.rglob("*")) == before
+    assert set(source.rglob("*")) == before
+
+
+@pytest.mark.parametrize("arguments", ["", " -DFIRST -DSECOND"])
+def test_fetch_content_takes_a_compiler_with_arguments_and_one_in_a_folder_with_blanks(
+    arguments: str, pristine: Path, tmp_path: Path, quick_compiler: Path
+) -> None:
+    compiler = tmp_path / ("tools/cc" if arguments else "my tools/cc")
+    compiler.parent.mkdir()
+    compiler.symlink_to(quick_compiler)
+    app = tmp_path / "app"
+    project_of(app, pristine)
+    chosen = {"CC": f"{compiler}{arguments}"} if arguments else {}
+    words = [] if arguments else [f"-DCMAKE_C_COMPILER={compiler}"]
+    run("cmake", "-S", ".", "-B", "build", *words, cwd=app, **chosen)
+    run("cmake", "--build", "build", "--target", "tinyllm_make", "-j2", cwd=app)
+    flags = (app / "build/_deps/tinyllm-build/tree/build/flags").read_text()
+    assert flags.startswith(f"'{compiler}'{arguments} ")

@@ -172,6 +172,38 @@ def test_pip_install_of_a_checkout_takes_neither_stale_objects_nor_flags_of_the_
     assert (checkout / "c/build/libtinyllm.so").read_text() == "stale"
 
 
+BUILD_WHEEL = (sys.executable, "-m", "build", "--wheel", "--no-isolation")
+
+
+def test_blanks_in_the_paths_of_the_checkout_and_of_temporary_files_change_nothing(
+    dist: Path, pristine: Path, tmp_path: Path
+) -> None:
+    temporary = tmp_path / "a b"
+    temporary.mkdir()
+    run(*BUILD_WHEEL, "--outdir", tmp_path, pristine, cwd=tmp_path, TMPDIR=str(temporary))
+    assert library_in(only(tmp_path, "*.whl")) == library_in(only(dist, "*.whl"))
+    assert list(temporary.glob("libtinyllm-*")) == []
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"MAX_JOBS": "1"},
+        {"MAKEFLAGS": "-j1"},
+        {"MAKEFLAGS": "k -j1 --jobserver-auth=3,4", "MAKELEVEL": "1"},
+    ],
+    ids=lambda asked: " ".join(asked),
+)
+def test_it_uses_as_many_cpus_as_the_user_says_else_all(
+    asked: dict[str, str], pristine: Path, tmp_path: Path, quick_compiler: Path
+) -> None:
+    run(*BUILD_WHEEL, "--outdir", tmp_path, pristine, cwd=tmp_path, CC=str(quick_compiler), **asked)
+    counts = [int(count) for count in Path(f"{quick_compiler}.log").read_text().split()]
+    assert len(counts) > 30
+    assert max(counts) == 1 if asked else max(counts) > 1 or os.cpu_count() == 1
+
+
 def test_an_editable_install_uses_the_library_and_the_header_of_the_checkout(
     checkout: Path, python: Python, version: str
 ) -> None:
@@ -199,8 +231,7 @@ def test_without_make_or_a_compiler_it_says_what_to_install(
     for name in ("sh", "sed", "nproc", "make"):
         if name != missing:
             (tools / name).symlink_to(str(shutil.which(name)))
-    build = (sys.executable, "-m", "build", "--wheel", "--no-isolation", checkout)
-    said = run(*build, cwd=tmp_path, ok=False, PATH=str(tools), CC="cc")
+    said = run(*BUILD_WHEEL, checkout, cwd=tmp_path, ok=False, PATH=str(tools), CC="cc")
     assert (
         "make and a C compiler are needed to build libtinyllm (Debian: apt-get install make gcc libc6-dev)"
         in said

@@ -111,7 +111,12 @@ uint32_t tl_crc32c_by_table(const void *data, size_t n, uint32_t crc)
 
 #include <immintrin.h>
 
+/* In clang SSE4.2 alone does not bring it from version 14 on, and earlier ones lack the word. */
+#if defined(__clang__) && __clang_major__ >= 14
+#define WITH_INSTRUCTION __attribute__((target("sse4.2,crc32")))
+#else
 #define WITH_INSTRUCTION __attribute__((target("sse4.2")))
+#endif
 
 static inline WITH_INSTRUCTION uint32_t eat_word(uint32_t reg, uint64_t word)
 {
