@@ -57,8 +57,8 @@ def test_the_package_does_not_load_torch() -> None:
 @pytest.mark.parametrize(
     ("versions", "message"),
     [
-        ({"torch": None}, "tinyllm.hf needs torch: pip install 'libtinyllm[hf]'"),
-        ({"transformers": None}, "tinyllm.hf needs transformers: pip install 'libtinyllm[hf]'"),
+        ({"torch": None}, "tinyllm.hf needs torch: pip install '.[hf]' in a"),
+        ({"transformers": None}, "tinyllm.hf needs transformers: pip install '.[hf]' in"),
         ({"transformers": "4.57.6"}, "tinyllm.hf needs transformers 5.x, not 4.57.6: pip install"),
         ({"transformers": "6.0.0"}, "tinyllm.hf needs transformers 5.x, not 6.0.0: pip install"),
     ],

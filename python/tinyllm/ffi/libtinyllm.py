@@ -679,8 +679,8 @@ def _what_next(file: Path) -> str:
     if (_CHECKOUT / "Makefile").is_file():
         return f"Run `make` in {_CHECKOUT}"
     return (
-        "The installed package is not whole: run `pip install --force-reinstall libtinyllm`, or "
-        "`pip install .` in a checkout, where `make` builds the library"
+        "The installed package is not whole: run `pip install --force-reinstall .` in a checkout, "
+        "or install its wheel again"
     )
 
 

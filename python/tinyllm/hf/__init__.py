@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Models of Hugging Face transformers 5.x on the library: ``pip install 'libtinyllm[hf]'``.
+"""Models of Hugging Face transformers 5.x on the library: ``pip install '.[hf]'`` in a checkout.
+
+Install torch first, with pip's ``--index-url`` and the CPU index that PyTorch's own install page
+names: the build that pip takes by itself brings 5 GB for GPUs.
 
 ``register`` makes ``attn_implementation="tinyllm"`` known. With it ``PagedCache`` serves
 ``generate()`` and ``forward_packed`` an engine of one's own; ``make_batch_invariant`` carries the
@@ -10,23 +13,23 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-_TESTED = "transformers 5.0.0 and 5.24.0 with torch 2.13.0 are tested"
+_INSTALL = (
+    "pip install '.[hf]' in a checkout, after torch from the CPU index that PyTorch's own install "
+    "page names (transformers 5.0.0 and 5.24.0 with torch 2.13.0 are tested)"
+)
 
 
 def _demand(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:
-        raise ImportError(
-            f"tinyllm.hf needs {package}: pip install 'libtinyllm[hf]' ({_TESTED})", name=package
-        ) from None
+        raise ImportError(f"tinyllm.hf needs {package}: {_INSTALL}", name=package) from None
 
 
 _demand("torch")
 if (_found := _demand("transformers")).split(".")[0] != "5":
     raise ImportError(
-        f"tinyllm.hf needs transformers 5.x, not {_found}: pip install 'libtinyllm[hf]' ({_TESTED})",
-        name="transformers",
+        f"tinyllm.hf needs transformers 5.x, not {_found}: {_INSTALL}", name="transformers"
     )
 
 from tinyllm.hf.attention import register  # noqa: E402

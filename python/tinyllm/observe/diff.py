@@ -67,7 +67,7 @@ class Value:
         """Of the float that has these bits."""
         unsigned = np.asarray(code)
         if dtype == "bfloat16":
-            number = (unsigned.astype(np.uint32) << 16).view(np.float32)
+            number = (unsigned.astype(np.uint32) << np.uint32(16)).view(np.float32)
         else:
             number = unsigned.view(dtype)
         return cls(str(number), f"0x{int(unsigned):0{2 * unsigned.dtype.itemsize}x}")

@@ -74,7 +74,7 @@ def test_a_checkout_that_is_not_built_says_where_to_run_make(places: Path) -> No
 
 
 def test_an_installed_package_without_its_library_says_how_to_install_it(installed: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"pip install --force-reinstall libtinyllm"):
+    with pytest.raises(FileNotFoundError, match=r"pip install --force-reinstall \."):
         load()
 
 
@@ -109,7 +109,7 @@ def test_another_abi_names_the_command_that_mends_it_in_an_installed_package(
     installed: Path,
 ) -> None:
     compiled(installed / "_lib/libtinyllm.so", OTHER_ABI)
-    assert "`pip install --force-reinstall libtinyllm`" in mismatch()
+    assert "`pip install --force-reinstall .`" in mismatch()
 
 
 def test_another_abi_names_the_variable_that_leads_to_it(
@@ -267,3 +267,26 @@ def test_an_old_python_can_read_what_tells_it_so(root: Path) -> None:
 
     for name in ("__init__.py", "_requirements.py"):
         ast.parse((root / "python/tinyllm" / name).read_text(), feature_version=(3, 7))
+
+
+# --- words of installing
+# ------------------------------------------------------------------------------------
+
+
+def test_no_text_sends_anybody_to_a_package_of_this_name_or_names_an_index(root: Path) -> None:
+    """There is no such package yet: whoever asked for it would get what somebody else put there."""
+    texts = [
+        path
+        for folder in ("c", "docs", "examples", "python", "bench")
+        for path in (root / folder).rglob("*")
+        if path.suffix in (".c", ".h", ".md", ".py", ".toml", ".txt", ".sh")
+        and not path.is_relative_to(root / "c/build")
+    ]
+    texts += root.glob("*.*")
+    assert len(texts) > 100
+    wrong = re.compile(r"pip3? install[^\n]*\blibtinyllm\b|libtinyllm\[|index-url[= ]+http")
+    assert [
+        f"{path}: {found[0]}"
+        for path in texts
+        if path.is_file() and (found := wrong.search(path.read_text(errors="ignore")))
+    ] == []
