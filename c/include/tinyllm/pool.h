@@ -21,7 +21,8 @@ typedef void (*tl_range_fn)(void *ctx, int64_t lo, int64_t hi, int worker);
 TL_BEGIN_DECLS
 
 /* Starts n_threads - 1 workers; the caller of tl_parallel_for is the other one. 1 starts none; 0
- * means the CPUs this process may run on (its affinity mask). TL_EINVAL: n_threads < 0 or above
+ * means the CPUs this process may use: its affinity mask, but no more than the CPU quota of its
+ * control groups, read when the pool is made. TL_EINVAL: n_threads < 0 or above
  * TL_POOL_MAX_THREADS, NULL out. TL_ENOMEM:
  * the hook failed.
  * TL_EIO: a thread could not be started; those already started are joined. On failure *out is

@@ -15,15 +15,14 @@
  * caller beside the job that has it, on a spare piece of scratch. */
 #include <assert.h>
 #include <pthread.h>
-#include <sched.h>
 #include <signal.h>
 #include <stdalign.h>
 #include <stdatomic.h>
 #include <string.h>
 #include <time.h>
-#include <unistd.h>
 
 #include "runtime/alloc.h"
+#include "runtime/cpus.h"
 #include "runtime/fail.h"
 #include "runtime/fpenv.h"
 #include "runtime/pool_run.h"
@@ -526,22 +525,6 @@ tl_status tl_parallel_for(tl_pool *pool, int64_t n, int64_t grain, tl_range_fn f
 
 /* ---- create and destroy ---- */
 
-/* CPUs in the calling thread's affinity mask, which is what its workers inherit; at least 1. */
-static int usable_cpus(void)
-{
-    long n = 0;
-#if defined(__linux__)
-    /* large machines have more CPUs than cpu_set_t */
-    unsigned long mask[65536 / (8 * sizeof(unsigned long))] = {0};
-    if (sched_getaffinity(0, sizeof mask, (cpu_set_t *)(void *)mask) == 0)
-        for (size_t i = 0; i < sizeof mask / sizeof mask[0]; i++)
-            n += __builtin_popcountl(mask[i]);
-#endif
-    if (n < 1)
-        n = sysconf(_SC_NPROCESSORS_ONLN);
-    return n < 1 ? 1 : n > TL_POOL_MAX_THREADS ? TL_POOL_MAX_THREADS : (int)n;
-}
-
 /* Signals that a thread causes itself must reach it; all others belong to the threads of the
  * program. */
 static int block_asynchronous_signals(sigset_t *before)
@@ -625,7 +608,7 @@ static tl_pool *new_pool(int n_threads)
     pool->owner = owner;
     pool->scratch = (char *)pool + scratch_at;
     pool->n_threads = n_threads;
-    pool->spin_ns = n_threads <= usable_cpus() ? SPIN_NS : 0;
+    pool->spin_ns = n_threads <= tl_usable_cpus("") ? SPIN_NS : 0;
     pool->birth = atomic_load(&fork_count);
     return pool;
 }
@@ -645,6 +628,12 @@ static int bring_up(tl_pool *pool)
     return rc;
 }
 
+static int default_threads(void)
+{
+    const int n = tl_usable_cpus("");
+    return n < TL_POOL_MAX_THREADS ? n : TL_POOL_MAX_THREADS;
+}
+
 tl_status tl_pool_create(int n_threads, tl_pool **out)
 {
     static const char fn[] = "tl_pool_create";
@@ -655,7 +644,7 @@ tl_status tl_pool_create(int n_threads, tl_pool **out)
         return tl_fail(TL_EINVAL, fn, "n_threads = %d is outside 0 .. %d", n_threads,
                        TL_POOL_MAX_THREADS);
     if (n_threads == 0)
-        n_threads = usable_cpus();
+        n_threads = default_threads();
     expect_ok(pthread_once(&fork_once, watch_forks));
     if (fork_watch_error != 0)
         return tl_fail(TL_EIO, fn, "fork cannot be watched: error %d", fork_watch_error);

@@ -15,6 +15,7 @@
 
 #include "check.h"
 #include "hook.h"
+#include "runtime/cpus.h"
 #include "runtime/pool_run.h"
 #include "threads.h"
 
@@ -1169,13 +1170,14 @@ TEST(the_control_word_is_unchanged_by_parallel_calls)
 TEST(default_count_is_the_affinity_mask)
 {
     cpu_set_t all, one;
+    const int64_t quota = tl_cpu_quota("");
     CHECK(sched_getaffinity(0, sizeof all, &all) == 0, "no affinity mask");
+    const int cpus = quota < CPU_COUNT(&all) ? (int)quota : CPU_COUNT(&all);
     int first = 0;
     while (!CPU_ISSET(first, &all))
         first++;
     tl_pool *pool = pool_of(0);
-    CHECK(tl_pool_threads(pool) == CPU_COUNT(&all), "%d threads on %d CPUs", tl_pool_threads(pool),
-          CPU_COUNT(&all));
+    CHECK(tl_pool_threads(pool) == cpus, "%d threads on %d CPUs", tl_pool_threads(pool), cpus);
     pool_done(pool);
 
     CPU_ZERO(&one);

@@ -58,6 +58,15 @@ static int limited_sigmask(int how, const sigset_t *set, sigset_t *old)
     return !is_restore && is_refused() ? 22 /* EINVAL */ : pthread_sigmask(how, set, old);
 }
 
+static int cpus; /* that this process is said to have */
+
+static int fixed_cpus(const char *root)
+{
+    (void)root;
+    return cpus;
+}
+
+#define tl_usable_cpus fixed_cpus
 #define pthread_create limited_create
 #define pthread_mutex_init limited_mutex_init
 #define pthread_cond_init limited_cond_init
@@ -66,6 +75,7 @@ static int limited_sigmask(int how, const sigset_t *set, sigset_t *old)
 #define pthread_sigmask limited_sigmask
 #include "runtime/pool.c"
 #undef pthread_sigmask
+#undef tl_usable_cpus
 
 static bool same_signals(const sigset_t *a, const sigset_t *b)
 {
@@ -137,6 +147,37 @@ TEST(every_allocation_fails_in_turn)
         CHECK(hook.live == 0 && threads_become(threads), "k=%ld: %ld pieces leaked", k, hook.live);
     }
     CHECK(k > 2, "no allocation was seen");
+}
+
+/* ---- how many threads ---- */
+
+TEST(the_default_is_the_usable_cpus)
+{
+    for (cpus = 1; cpus <= 5; cpus++) {
+        tl_pool *pool = NULL;
+        CHECK_STATUS(tl_pool_create(0, &pool), TL_OK);
+        const int n = tl_pool_threads(pool);
+        tl_pool_destroy(pool);
+        CHECK(n == cpus, "%d threads on %d CPUs", n, cpus);
+    }
+    cpus = INT32_MAX;
+    tl_pool *pool = NULL;
+    calls_seen = 0, refuse_at = 6; /* a lock, three conditions, the mask, and no thread */
+    CHECK_STATUS(tl_pool_create(0, &pool), TL_EIO);
+    refuse_at = 0;
+    CHECK(strstr(tl_last_error(), " 0 of 4095 workers"), "\"%s\"", tl_last_error());
+}
+
+TEST(a_pool_with_more_threads_than_usable_cpus_does_not_spin)
+{
+    for (cpus = 1; cpus <= 4; cpus++)
+        for (int n = 1; n <= 5; n++) {
+            tl_pool *pool = NULL;
+            CHECK_STATUS(tl_pool_create(n, &pool), TL_OK);
+            const bool spins = pool->spin_ns > 0;
+            tl_pool_destroy(pool);
+            CHECK(spins == (n <= cpus), "%d threads on %d CPUs: spins is %d", n, cpus, spins);
+        }
 }
 
 CHECK_MAIN()
