@@ -115,21 +115,35 @@ struct tl_pool {
 
 /* ---- small words ---- */
 
-/* For calls that fail only on an object that is not a live pool's. */
-static void expect_ok(int rc)
+/* For calls that fail only on an object that is not a live pool's, where nothing is left to do: the
+ * library never ends the process (R8). */
+static void cannot_fail(int rc)
 {
-    assert(rc == 0);
     (void)rc;
 }
 
 static void lock(tl_pool *pool)
 {
-    expect_ok(pthread_mutex_lock(&pool->lock));
+    cannot_fail(pthread_mutex_lock(&pool->lock));
 }
 
 static void unlock(tl_pool *pool)
 {
-    expect_ok(pthread_mutex_unlock(&pool->lock));
+    cannot_fail(pthread_mutex_unlock(&pool->lock));
+}
+
+/* A thread that ended while it has the turn would keep it from all others for ever, so cancellation
+ * waits until the call on the pool is over. Returns what allow_cancellation is to be given. */
+static int hold_cancellation(void)
+{
+    int before = PTHREAD_CANCEL_ENABLE;
+    cannot_fail(pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &before));
+    return before;
+}
+
+static void allow_cancellation(int before)
+{
+    cannot_fail(pthread_setcancelstate(before, &(int){0}));
 }
 
 static void cpu_relax(void)
@@ -141,11 +155,11 @@ static void cpu_relax(void)
 #endif
 }
 
+/* 0 where there is no clock. */
 static int64_t now_ns(void)
 {
     struct timespec t;
-    expect_ok(clock_gettime(CLOCK_MONOTONIC, &t));
-    return t.tv_sec * INT64_C(1000000000) + t.tv_nsec;
+    return clock_gettime(CLOCK_MONOTONIC, &t) == 0 ? t.tv_sec * INT64_C(1000000000) + t.tv_nsec : 0;
 }
 
 struct spin {
@@ -155,7 +169,8 @@ struct spin {
 
 static struct spin spin_begin(const tl_pool *pool)
 {
-    return (struct spin){.end = pool->spin_ns ? now_ns() + pool->spin_ns : 0, .polls = 0};
+    const int64_t now = pool->spin_ns ? now_ns() : 0;
+    return (struct spin){.end = now ? now + pool->spin_ns : 0, .polls = 0};
 }
 
 /* False when the time is up. */
@@ -183,19 +198,23 @@ static bool is_inside(const tl_pool *pool)
 
 /* ---- fork: a child has the caller's thread and none of the workers ---- */
 
-/* 0 in the process that made the first pool, one more in each child of the line */
+/* 0 in the process that made the first pool, more in each child of the line */
 static _Atomic uint64_t fork_count;
-static pthread_once_t fork_once = PTHREAD_ONCE_INIT;
-static int fork_watch_error;
 
 static void count_fork(void)
 {
     atomic_fetch_add(&fork_count, 1);
 }
 
-static void watch_forks(void)
+/* Two threads that make the first pools at once may both come through: a fork that counts twice is
+ * counted well enough. */
+static int watch_forks(void)
 {
-    fork_watch_error = pthread_atfork(NULL, NULL, count_fork);
+    static _Atomic bool watched;
+    const int rc = atomic_load(&watched) ? 0 : pthread_atfork(NULL, NULL, count_fork);
+    if (rc == 0)
+        atomic_store(&watched, true);
+    return rc;
 }
 
 static bool is_inherited(const tl_pool *pool)
@@ -276,7 +295,7 @@ static void await_news(tl_pool *pool, uint64_t seen)
     lock(pool);
     atomic_fetch_add(&pool->sleepers, 1);
     while (!has_news(atomic_load(&pool->gate), seen))
-        expect_ok(pthread_cond_wait(&pool->work, &pool->lock));
+        cannot_fail(pthread_cond_wait(&pool->work, &pool->lock));
     atomic_fetch_sub(&pool->sleepers, 1);
     unlock(pool);
 }
@@ -300,7 +319,7 @@ static void leave_gate(tl_pool *pool)
         return;
     lock(pool); /* the caller is now either waiting or has seen the gate */
     unlock(pool);
-    expect_ok(pthread_cond_signal(&pool->done));
+    cannot_fail(pthread_cond_signal(&pool->done));
 }
 
 static void *worker_main(void *arg)
@@ -308,12 +327,12 @@ static void *worker_main(void *arg)
     const struct worker *self = arg;
     tl_pool *pool = self->pool;
     uint64_t seen = 0;
+    struct frame here;
+    (void)hold_cancellation(); /* a range may let others know the thread */
     while ((atomic_load(&pool->gate) & GATE_STOP) == 0) {
         if (enter_gate(pool, &seen)) {
-            struct frame here;
             push_frame(&here, pool, pool->job.outer);
             run_claimed(pool, self->number);
-            inside = NULL;
             leave_gate(pool);
         }
         await_news(pool, seen);
@@ -328,7 +347,7 @@ static void take_turn(tl_pool *pool)
     lock(pool);
     pool->callers++;
     while (pool->taken)
-        expect_ok(pthread_cond_wait(&pool->turn, &pool->lock));
+        cannot_fail(pthread_cond_wait(&pool->turn, &pool->lock));
     pool->taken = true;
     unlock(pool);
 }
@@ -339,7 +358,7 @@ static void give_turn(tl_pool *pool)
     lock(pool);
     pool->taken = false;
     pool->callers--;
-    expect_ok(pthread_cond_broadcast(&pool->turn));
+    cannot_fail(pthread_cond_broadcast(&pool->turn));
     unlock(pool);
 }
 
@@ -352,7 +371,7 @@ static void wake_workers(tl_pool *pool, uint64_t wanted)
     const uint64_t sleepers = (uint64_t)atomic_load(&pool->sleepers);
     unlock(pool);
     for (uint64_t i = 0; i < wanted && i < sleepers; i++)
-        expect_ok(pthread_cond_signal(&pool->work));
+        cannot_fail(pthread_cond_signal(&pool->work));
 }
 
 static void open_gate(tl_pool *pool, const struct job *job)
@@ -384,7 +403,7 @@ static void close_gate(tl_pool *pool)
      * load overtake a store here. */
     (void)atomic_exchange(&pool->caller_sleeps, true);
     while (!is_empty(pool))
-        expect_ok(pthread_cond_wait(&pool->done, &pool->lock));
+        cannot_fail(pthread_cond_wait(&pool->done, &pool->lock));
     atomic_store(&pool->caller_sleeps, false);
     unlock(pool);
 }
@@ -429,7 +448,7 @@ static void leave_beside(tl_pool *pool, unsigned spare)
     lock(pool);
     pool->spares &= ~spare;
     if (--pool->callers == 0)
-        expect_ok(pthread_cond_broadcast(&pool->turn));
+        cannot_fail(pthread_cond_broadcast(&pool->turn));
     unlock(pool);
 }
 
@@ -446,12 +465,14 @@ static void run_beside(tl_pool *pool, const struct job *job, unsigned spare)
  * there. */
 static void run_on_pool(tl_pool *pool, const struct job *job)
 {
+    const int cancellation = hold_cancellation();
     unsigned spare;
     if (job->n_ranges == 1 && !is_inherited(pool) &&
         enter_beside(pool, job->needs_scratch, &spare))
         run_beside(pool, job, spare);
     else
         run_in_turn(pool, job);
+    allow_cancellation(cancellation);
 }
 
 /* ---- tl_parallel_for ---- */
@@ -549,7 +570,7 @@ static int start_workers(tl_pool *pool)
         rc = pthread_create(&worker->thread, NULL, worker_main, worker);
         pool->n_started += rc == 0;
     }
-    expect_ok(pthread_sigmask(SIG_SETMASK, &before, NULL));
+    cannot_fail(pthread_sigmask(SIG_SETMASK, &before, NULL));
     return rc;
 }
 
@@ -557,10 +578,10 @@ static void stop_workers(tl_pool *pool)
 {
     lock(pool);
     atomic_fetch_or(&pool->gate, GATE_STOP);
-    expect_ok(pthread_cond_broadcast(&pool->work));
+    cannot_fail(pthread_cond_broadcast(&pool->work));
     unlock(pool);
     for (int i = 0; i < pool->n_started; i++)
-        expect_ok(pthread_join(pool->workers[i].thread, NULL));
+        cannot_fail(pthread_join(pool->workers[i].thread, NULL));
 }
 
 /* The lock and the three conditions, all or none. */
@@ -575,17 +596,17 @@ static int sync_init(tl_pool *pool)
     if (rc == 0)
         return 0;
     while (made-- > 0)
-        expect_ok(pthread_cond_destroy(conditions[made]));
-    expect_ok(pthread_mutex_destroy(&pool->lock));
+        cannot_fail(pthread_cond_destroy(conditions[made]));
+    cannot_fail(pthread_mutex_destroy(&pool->lock));
     return rc;
 }
 
 static void sync_destroy(tl_pool *pool)
 {
-    expect_ok(pthread_cond_destroy(&pool->turn));
-    expect_ok(pthread_cond_destroy(&pool->work));
-    expect_ok(pthread_cond_destroy(&pool->done));
-    expect_ok(pthread_mutex_destroy(&pool->lock));
+    cannot_fail(pthread_cond_destroy(&pool->turn));
+    cannot_fail(pthread_cond_destroy(&pool->work));
+    cannot_fail(pthread_cond_destroy(&pool->done));
+    cannot_fail(pthread_mutex_destroy(&pool->lock));
 }
 
 static void free_pool(tl_pool *pool)
@@ -595,7 +616,7 @@ static void free_pool(tl_pool *pool)
 }
 
 /* The scratch lies behind the workers. It is not touched: a piece costs memory once it is used. */
-static tl_pool *new_pool(int n_threads)
+static tl_pool *new_pool(int n_threads, int cpus)
 {
     const size_t used = sizeof(tl_pool) + (size_t)(n_threads - 1) * sizeof(struct worker);
     const size_t scratch_at = (used + CACHE_LINE - 1) / CACHE_LINE * CACHE_LINE;
@@ -608,7 +629,7 @@ static tl_pool *new_pool(int n_threads)
     pool->owner = owner;
     pool->scratch = (char *)pool + scratch_at;
     pool->n_threads = n_threads;
-    pool->spin_ns = n_threads <= tl_usable_cpus("") ? SPIN_NS : 0;
+    pool->spin_ns = n_threads <= cpus ? SPIN_NS : 0;
     pool->birth = atomic_load(&fork_count);
     return pool;
 }
@@ -628,10 +649,27 @@ static int bring_up(tl_pool *pool)
     return rc;
 }
 
-static int default_threads(void)
+static tl_status create(const char *fn, int n_threads, tl_pool **out)
 {
-    const int n = tl_usable_cpus("");
-    return n < TL_POOL_MAX_THREADS ? n : TL_POOL_MAX_THREADS;
+    int rc = watch_forks();
+    if (rc != 0)
+        return tl_fail(TL_EIO, fn, "fork cannot be watched: error %d", rc);
+    const int cpus = tl_usable_cpus("");
+    if (n_threads == 0)
+        n_threads = cpus < TL_POOL_MAX_THREADS ? cpus : TL_POOL_MAX_THREADS;
+    tl_pool *pool = new_pool(n_threads, cpus);
+    if (!pool)
+        return tl_fail(TL_ENOMEM, fn, "the allocator hook has no memory for a pool of %d threads",
+                       n_threads);
+    rc = bring_up(pool);
+    if (rc != 0) {
+        const int started = pool->n_started;
+        free_pool(pool);
+        return tl_fail(TL_EIO, fn, "refused with error %d after %d of %d workers had started", rc,
+                       started, n_threads - 1);
+    }
+    *out = pool;
+    return TL_OK;
 }
 
 tl_status tl_pool_create(int n_threads, tl_pool **out)
@@ -643,24 +681,10 @@ tl_status tl_pool_create(int n_threads, tl_pool **out)
     if (n_threads < 0 || n_threads > TL_POOL_MAX_THREADS)
         return tl_fail(TL_EINVAL, fn, "n_threads = %d is outside 0 .. %d", n_threads,
                        TL_POOL_MAX_THREADS);
-    if (n_threads == 0)
-        n_threads = default_threads();
-    expect_ok(pthread_once(&fork_once, watch_forks));
-    if (fork_watch_error != 0)
-        return tl_fail(TL_EIO, fn, "fork cannot be watched: error %d", fork_watch_error);
-    tl_pool *pool = new_pool(n_threads);
-    if (!pool)
-        return tl_fail(TL_ENOMEM, fn, "the allocator hook has no memory for a pool of %d threads",
-                       n_threads);
-    const int rc = bring_up(pool);
-    if (rc != 0) {
-        const int started = pool->n_started;
-        free_pool(pool);
-        return tl_fail(TL_EIO, fn, "refused with error %d after %d of %d workers had started", rc,
-                       started, n_threads - 1);
-    }
-    *out = pool;
-    return TL_OK;
+    const int cancellation = hold_cancellation();
+    const tl_status status = create(fn, n_threads, out);
+    allow_cancellation(cancellation);
+    return status;
 }
 
 int tl_pool_threads(const tl_pool *pool)
@@ -672,7 +696,7 @@ static void await_callers(tl_pool *pool)
 {
     lock(pool);
     while (pool->callers > 0)
-        expect_ok(pthread_cond_wait(&pool->turn, &pool->lock));
+        cannot_fail(pthread_cond_wait(&pool->turn, &pool->lock));
     unlock(pool);
 }
 
@@ -680,6 +704,7 @@ void tl_pool_destroy(tl_pool *pool)
 {
     if (!pool || tl_pool_check("tl_pool_destroy", pool) != TL_OK)
         return;
+    const int cancellation = hold_cancellation();
     if (is_inherited(pool)) {
         take_inherited_turn(pool);
     } else {
@@ -688,4 +713,5 @@ void tl_pool_destroy(tl_pool *pool)
         sync_destroy(pool);
     }
     free_pool(pool);
+    allow_cancellation(cancellation);
 }

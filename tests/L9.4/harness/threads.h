@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* threads.h: how many threads the process has, for tests of what starts and ends them. */
+/* threads.h: how many threads the process has, for tests of what starts and ends them, and whether
+ * ThreadSanitizer watches. */
 #ifndef TL_THREADS_H
 #define TL_THREADS_H
 
@@ -7,6 +8,17 @@
 #include <pthread.h>
 #include <stdbool.h>
 #include <time.h>
+
+#if defined(__SANITIZE_THREAD__)
+#define UNDER_TSAN 1
+#elif defined(__has_feature)
+#if __has_feature(thread_sanitizer)
+#define UNDER_TSAN 1
+#endif
+#endif
+#ifndef UNDER_TSAN
+#define UNDER_TSAN 0
+#endif
 
 static inline int threads_of_process(void)
 {

@@ -6,6 +6,7 @@
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdbool.h>
+#include <sys/wait.h>
 
 #include "check.h"
 #include "hook.h"
@@ -58,15 +59,21 @@ static int limited_sigmask(int how, const sigset_t *set, sigset_t *old)
     return !is_restore && is_refused() ? 22 /* EINVAL */ : pthread_sigmask(how, set, old);
 }
 
-static int cpus; /* that this process is said to have */
+static int cpus_here; /* that this process is said to have */
 
 static int fixed_cpus(const char *root)
 {
     (void)root;
-    return cpus;
+    return cpus_here;
+}
+
+static int limited_atfork(void (*prepare)(void), void (*parent)(void), void (*child)(void))
+{
+    return is_refused() ? 12 : pthread_atfork(prepare, parent, child);
 }
 
 #define tl_usable_cpus fixed_cpus
+#define pthread_atfork limited_atfork
 #define pthread_create limited_create
 #define pthread_mutex_init limited_mutex_init
 #define pthread_cond_init limited_cond_init
@@ -75,6 +82,7 @@ static int fixed_cpus(const char *root)
 #define pthread_sigmask limited_sigmask
 #include "runtime/pool.c"
 #undef pthread_sigmask
+#undef pthread_atfork
 #undef tl_usable_cpus
 
 static bool same_signals(const sigset_t *a, const sigset_t *b)
@@ -91,10 +99,33 @@ static void count_range(void *ctx, int64_t lo, int64_t hi, int worker)
     atomic_fetch_add((_Atomic int *)ctx, 1);
 }
 
+/* The first test: forks are watched from the first pool on. */
+TEST(a_watch_on_forks_that_is_refused_is_asked_for_again)
+{
+    tl_pool *pool = (tl_pool *)&pool;
+    for (int i = 0; i < 2; i++) {
+        calls_seen = 0, refuse_at = 1;
+        CHECK_STATUS(tl_pool_create(2, &pool), TL_EIO);
+        CHECK(pool == NULL && calls_seen == 1, "%d calls", calls_seen);
+        CHECK(strstr(tl_last_error(), "tl_pool_create: fork ") && strstr(tl_last_error(), "12"),
+              "\"%s\"", tl_last_error());
+    }
+    refuse_at = 0;
+    CHECK_STATUS(tl_pool_create(2, &pool), TL_OK);
+    tl_pool_destroy(pool);
+}
+
+static void watch_forks_now(void)
+{
+    refuse_at = 0;
+    CHECK(watch_forks() == 0, "forks cannot be watched");
+}
+
 /* Seven workers: a lock, three conditions, the signal mask, seven threads make twelve calls that
  * may be refused. */
 TEST(every_refusal_of_the_system_leaves_nothing_behind)
 {
+    watch_forks_now();
     const int threads = threads_at_rest();
     sigset_t before, after;
     sigemptyset(&before);
@@ -153,14 +184,15 @@ TEST(every_allocation_fails_in_turn)
 
 TEST(the_default_is_the_usable_cpus)
 {
-    for (cpus = 1; cpus <= 5; cpus++) {
+    for (cpus_here = 1; cpus_here <= 5; cpus_here++) {
         tl_pool *pool = NULL;
         CHECK_STATUS(tl_pool_create(0, &pool), TL_OK);
         const int n = tl_pool_threads(pool);
         tl_pool_destroy(pool);
-        CHECK(n == cpus, "%d threads on %d CPUs", n, cpus);
+        CHECK(n == cpus_here, "%d threads on %d CPUs", n, cpus_here);
     }
-    cpus = INT32_MAX;
+    watch_forks_now();
+    cpus_here = INT32_MAX;
     tl_pool *pool = NULL;
     calls_seen = 0, refuse_at = 6; /* a lock, three conditions, the mask, and no thread */
     CHECK_STATUS(tl_pool_create(0, &pool), TL_EIO);
@@ -170,14 +202,72 @@ TEST(the_default_is_the_usable_cpus)
 
 TEST(a_pool_with_more_threads_than_usable_cpus_does_not_spin)
 {
-    for (cpus = 1; cpus <= 4; cpus++)
+    for (cpus_here = 1; cpus_here <= 4; cpus_here++)
         for (int n = 1; n <= 5; n++) {
             tl_pool *pool = NULL;
             CHECK_STATUS(tl_pool_create(n, &pool), TL_OK);
             const bool spins = pool->spin_ns > 0;
             tl_pool_destroy(pool);
-            CHECK(spins == (n <= cpus), "%d threads on %d CPUs: spins is %d", n, cpus, spins);
+            CHECK(spins == (n <= cpus_here), "%d threads on %d CPUs: spins is %d", n,
+                  cpus_here, spins);
         }
 }
+
+/* ---- the gate ---- */
+
+/* In a pool without workers, so that nobody else does. */
+TEST(nobody_enters_a_closed_gate)
+{
+    tl_pool *pool = NULL;
+    uint64_t seen = 77;
+    CHECK_STATUS(tl_pool_create(1, &pool), TL_OK);
+    const bool closed = enter_gate(pool, &seen), nobody = is_empty(pool);
+    const uint64_t first = seen;
+    atomic_fetch_add(&pool->gate, GATE_JOB + GATE_OPEN);
+    const bool open = enter_gate(pool, &seen), somebody = !is_empty(pool);
+    tl_pool_destroy(pool);
+    CHECK(!closed && nobody && first == 0, "a closed gate was entered");
+    CHECK(open && somebody && seen == GATE_JOB, "an open gate was not entered");
+}
+
+/* ---- fork ---- */
+
+#if !UNDER_TSAN
+
+static void count_work(void *ctx, int64_t lo, int64_t hi, int worker, void *scratch)
+{
+    (void)scratch;
+    count_range(ctx, lo, hi, worker);
+}
+
+static int use_and_destroy(tl_pool *pool)
+{
+    _Atomic int ran = 0;
+    alarm(20);
+    tl_parallel_for(pool, 1, 1, count_range, &ran);
+    tl_parallel_for(pool, 9, 1, count_range, &ran);
+    tl_pool_run_with_scratch("tl_x", pool, 1, 1, count_work, &ran);
+    tl_pool_run_with_scratch("tl_x", pool, 9, 1, count_work, &ran);
+    tl_pool_destroy(pool);
+    return ran != 20;
+}
+
+/* Held by a thread that is not in the child, it would never be free there. */
+TEST(a_child_does_without_the_lock)
+{
+    tl_pool *pool = NULL;
+    int status = -1;
+    CHECK_STATUS(tl_pool_create(2, &pool), TL_OK);
+    lock(pool);
+    const pid_t child = fork();
+    if (child == 0)
+        _exit(use_and_destroy(pool));
+    const bool waited = child > 0 && waitpid(child, &status, 0) == child;
+    unlock(pool);
+    tl_pool_destroy(pool);
+    CHECK(waited && WIFEXITED(status) && WEXITSTATUS(status) == 0, "status %x", (unsigned)status);
+}
+
+#endif
 
 CHECK_MAIN()
