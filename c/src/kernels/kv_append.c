@@ -2,9 +2,11 @@
 /* kv_append.c: rounding new K and V to f16 into the blocks of one sequence.
  *
  * Words. entry: an index into the block table. written entries: those that positions pos .. pos+T-1
- * fall into; no other is looked at.
- * run: the positions that fall into one entry. */
+ * fall into; no other is looked at. */
+#include <inttypes.h>
+
 #include "kernels/kernels.h"
+#include "kernels/shapes.h"
 #include "runtime/fail.h"
 #include "runtime/fpenv.h"
 #include "runtime/kv_inner.h"
@@ -17,34 +19,6 @@ struct source {
     int64_t head_stride, token_stride;
 };
 
-/* False where an element's offset, in bytes, could pass what a pointer difference holds; three
- * terms are summed. */
-static bool offsets_fit(const tl_kv_cfg *cfg, int64_t T, int64_t head_stride, int64_t token_stride)
-{
-    const int64_t limit = PTRDIFF_MAX / (4 * (int64_t)sizeof(float));
-    int64_t heads, tokens;
-    return !__builtin_mul_overflow((int64_t)cfg->n_kv_heads - 1, head_stride, &heads) &&
-           !__builtin_mul_overflow(T - 1, token_stride, &tokens) && heads <= limit &&
-           heads >= -limit && tokens <= limit && tokens >= -limit;
-}
-
-/* Everything but the table's entries; T > 0. */
-static tl_status check_range(const tl_kv_pool *kv, int32_t n_table, int64_t pos, int64_t T)
-{
-    const int64_t b = kv->cfg.block_tokens;
-    int64_t end;
-    if (__builtin_add_overflow(pos, T, &end))
-        return tl_fail(TL_EINVAL, fn, "pos %lld + T %lld pass INT64_MAX", (long long)pos,
-                       (long long)T);
-    if ((end - 1) / b >= n_table)
-        return tl_fail(
-            TL_EINVAL, fn,
-            "positions %lld .. %lld need %lld table entries of %lld tokens, n_table is %d",
-            (long long)pos, (long long)end - 1, (long long)((end - 1) / b) + 1, (long long)b,
-            n_table);
-    return TL_OK;
-}
-
 static tl_status check_arguments(const tl_kv_pool *kv, uint32_t layer, int32_t n_table, int64_t pos,
                                  int64_t T)
 {
@@ -54,21 +28,57 @@ static tl_status check_arguments(const tl_kv_pool *kv, uint32_t layer, int32_t n
         return tl_fail(TL_EINVAL, fn, "layer %u is out of range: the pool has %u", layer,
                        kv->cfg.n_layers);
     if (n_table < 0 || pos < 0 || T < 0)
-        return tl_fail(TL_EINVAL, fn, "n_table %d, pos %lld, T %lld: none may be negative", n_table,
-                       (long long)pos, (long long)T);
+        return tl_fail_i64(TL_EINVAL, fn, "n_table %lld, pos %lld, T %lld: none may be negative",
+                           n_table, pos, T);
+    return TL_OK;
+}
+
+/* Everything but the table's entries; T > 0. */
+static tl_status check_range(const tl_kv_pool *kv, int32_t n_table, int64_t pos, int64_t T)
+{
+    const int64_t b = kv->cfg.block_tokens;
+    int64_t end;
+    if (__builtin_add_overflow(pos, T, &end))
+        return tl_fail_i64(TL_EINVAL, fn, "pos %lld + T %lld pass INT64_MAX", pos, T);
+    if ((end - 1) / b >= n_table)
+        return tl_fail_i64(
+            TL_EINVAL, fn,
+            "positions %lld .. %lld need %lld table entries of %lld tokens, n_table is %lld", pos,
+            end - 1, (end - 1) / b + 1, b, n_table);
+    return TL_OK;
+}
+
+static tl_status check_source(const tl_kv_pool *kv, const char *name, const struct source *from,
+                              int64_t T)
+{
+    const struct axis axis[] = {{"head_stride", from->head_stride, kv->cfg.n_kv_heads},
+                                {"token_stride", from->token_stride, T}};
+    struct span span;
+    if (!tl_span_of(from->x, sizeof(float), kv->cfg.head_dim, axis, 2, &span))
+        return tl_fail(TL_EINVAL, fn,
+                       "%s: head_stride %" PRId64 ", token_stride %" PRId64
+                       " pass the address space with T = %" PRId64,
+                       name, from->head_stride, from->token_stride, T);
     return TL_OK;
 }
 
 /* The earlier of entries first .. entry-1 that names the same block, or -1. A used block's `prev`
- * is free for notes:
- * the entry that named it last. An old note is told from a fresh one by asking the table, so notes
- * are never cleared. */
+ * is free for notes: the entry that named it last. An old note is told from a fresh one by asking
+ * the table, so notes are never cleared. */
 static int64_t note_entry(tl_kv_pool *kv, const uint32_t *table, int64_t first, int64_t entry)
 {
     struct kv_block *block = &kv->block[table[entry]];
     const int64_t noted = block->prev;
     block->prev = (uint32_t)entry;
     return noted >= first && noted < entry && table[noted] == table[entry] ? noted : -1;
+}
+
+static tl_status fail_busy(const struct kv_block *block, int64_t entry, uint32_t id)
+{
+    if (block->hash != 0)
+        return tl_fail_i64(TL_EBUSY, fn, "block_table[%lld] = %lld is registered", entry, id);
+    return tl_fail_i64(TL_EBUSY, fn, "block_table[%lld] = %lld has %lld references", entry, id,
+                       block->refs);
 }
 
 /* Whether every written entry names a block of the writer's own. What is no used block decides
@@ -79,29 +89,22 @@ static tl_status check_entries(tl_kv_pool *kv, const uint32_t *table, int64_t fi
     for (int64_t entry = first; entry <= last; entry++) {
         const uint32_t id = table[entry];
         if (id >= kv->cfg.n_blocks)
-            return tl_fail(TL_EINVAL, fn, "block_table[%lld] = %u is out of range: the pool has %u",
-                           (long long)entry, id, kv->cfg.n_blocks);
+            return tl_fail_i64(TL_EINVAL, fn,
+                               "block_table[%lld] = %lld is out of range: the pool has %lld", entry,
+                               id, kv->cfg.n_blocks);
         if (kv_refs(kv, id) == 0)
-            return tl_fail(TL_EINVAL, fn, "block_table[%lld] = %u is not used", (long long)entry,
-                           id);
+            return tl_fail_i64(TL_EINVAL, fn, "block_table[%lld] = %lld is not used", entry, id);
         const int64_t twin = note_entry(kv, table, first, entry);
         if (twin >= 0)
-            return tl_fail(TL_EINVAL, fn, "block_table[%lld] and [%lld] are both block %u",
-                           (long long)twin, (long long)entry, id);
+            return tl_fail_i64(TL_EINVAL, fn, "block_table[%lld] and [%lld] are both block %lld",
+                               twin, entry, id);
         if (busy < 0 && !kv_writable(kv, id))
             busy = entry;
     }
-    if (busy < 0)
-        return TL_OK;
-    const struct kv_block *block = &kv->block[table[busy]];
-    if (block->hash != 0)
-        return tl_fail(TL_EBUSY, fn, "block_table[%lld] = %u is registered", (long long)busy,
-                       table[busy]);
-    return tl_fail(TL_EBUSY, fn, "block_table[%lld] = %u has %u references", (long long)busy,
-                   table[busy], block->refs);
+    return busy < 0 ? TL_OK : fail_busy(&kv->block[table[busy]], busy, table[busy]);
 }
 
-/* Tokens t .. t+n-1 of one head into y, its first slot of that run. */
+/* Tokens t .. t+n-1 of one head, all of one block, into y, the slot of the first. */
 static void write_head(const struct tl_kernels *kernels, const struct source *from, int64_t head,
                        int64_t t, int64_t n, int64_t D, uint16_t *y)
 {
@@ -149,26 +152,22 @@ tl_status tl_kv_append_f32(tl_kv_pool *kv, uint32_t layer, const uint32_t *block
                            int32_t n_table, int64_t pos, int64_t T, const float *k, const float *v,
                            int64_t head_stride, int64_t token_stride)
 {
+    const struct tl_kernels *kernels;
     TL_TRY(check_arguments(kv, layer, n_table, pos, T));
     if (T == 0)
         return TL_OK;
     if (!block_table || !k || !v)
-        return tl_fail(TL_EINVAL, fn, "%s is NULL with T = %lld",
-                       !block_table ? "block_table"
-                       : !k         ? "k"
-                                    : "v",
-                       (long long)T);
+        return tl_fail(TL_EINVAL, fn, "%s is NULL with T = %" PRId64,
+                       !block_table ? "block_table" : !k ? "k" : "v", T);
     TL_TRY(check_range(kv, n_table, pos, T));
-    if (!offsets_fit(&kv->cfg, T, head_stride, token_stride))
-        return tl_fail(TL_EINVAL, fn,
-                       "head_stride %lld, token_stride %lld pass the address space with T = %lld",
-                       (long long)head_stride, (long long)token_stride, (long long)T);
-    const int64_t b = kv->cfg.block_tokens, entry = pos / b, slot = pos % b;
-    TL_TRY(check_entries(kv, block_table, entry, entry + (slot + T - 1) / b));
-
     const struct source keys = {k, head_stride, token_stride},
                         values = {v, head_stride, token_stride};
-    const struct job job = {kv, tl_kernels(), layer, block_table + entry, slot, T};
+    TL_TRY(check_source(kv, "k", &keys, T));
+    TL_TRY(check_source(kv, "v", &values, T));
+    TL_TRY(tl_kernels_require(fn, &kernels));
+    const int64_t b = kv->cfg.block_tokens, entry = pos / b, slot = pos % b;
+    TL_TRY(check_entries(kv, block_table, entry, entry + (slot + T - 1) / b));
+    const struct job job = {kv, kernels, layer, block_table + entry, slot, T};
     const tl_fpenv caller = tl_fpenv_enter();
     write_tensor(&job, false, &keys);
     write_tensor(&job, true, &values);

@@ -4,6 +4,7 @@
  *
  * Words. side: K or V. row: the width elements of one (block, head, slot) of a side. span: elements
  * from the first to the last that some axes reach, both included. */
+#include <inttypes.h>
 #include <stdbool.h>
 #include <string.h>
 
@@ -183,14 +184,14 @@ struct write {
 static tl_status check_arguments(const struct write *w)
 {
     if (w->T < 0)
-        return tl_fail(TL_EINVAL, FN, "T = %lld is negative", (long long)w->T);
+        return tl_fail_i64(TL_EINVAL, FN, "T = %lld is negative", w->T);
     if (w->T == 0)
         return TL_OK;
     if (!w->view || !w->slots)
-        return tl_fail(TL_EINVAL, FN, "%s is NULL with T = %lld", !w->view ? "view" : "slots",
-                       (long long)w->T);
+        return tl_fail(TL_EINVAL, FN, "%s is NULL with T = %" PRId64, !w->view ? "view" : "slots",
+                       w->T);
     if (!tl_fits_memory(2 * sizeof(int64_t), 1, &w->T))
-        return tl_fail(TL_EINVAL, FN, "T = %lld slots do not fit in memory", (long long)w->T);
+        return tl_fail_i64(TL_EINVAL, FN, "T = %lld slots do not fit in memory", w->T);
     return tl_kv_view_check(FN, w->view);
 }
 
@@ -203,9 +204,9 @@ static tl_status look_at_slots(struct write *w)
     for (int64_t t = 0; t < w->T; t++) {
         const int64_t slot = w->slots[t];
         if (slot < -1 || slot >= n_slots)
-            return tl_fail(TL_EINVAL, FN,
-                           "slots[%lld] = %lld is neither -1 nor one of the view's %lld",
-                           (long long)t, (long long)slot, (long long)n_slots);
+            return tl_fail_i64(TL_EINVAL, FN,
+                               "slots[%lld] = %lld is neither -1 nor one of the view's %lld", t,
+                               slot, n_slots);
         if (slot < 0)
             continue;
         w->rising &= slot > top;
@@ -217,10 +218,11 @@ static tl_status look_at_slots(struct write *w)
 
 static tl_status choose_conversion(struct write *w)
 {
-    const struct tl_kernels *kernels = tl_kernels();
+    const struct tl_kernels *kernels;
     if (w->dtype != TL_F32 && w->dtype != w->view->dtype)
         return tl_fail(TL_EUNSUPPORTED, FN, "dtype = %d is neither TL_F32 nor the view's, %d",
                        w->dtype, w->view->dtype);
+    TL_TRY(tl_kernels_require(FN, &kernels));
     w->to_elem = kv_elem_bytes(w->view->dtype);
     w->from_elem = w->dtype == TL_F32 ? (int64_t)sizeof(float) : w->to_elem;
     w->round = w->dtype == w->view->dtype ? NULL
@@ -229,29 +231,20 @@ static tl_status choose_conversion(struct write *w)
     return TL_OK;
 }
 
-/* False where the way to some element of it, in bytes, could pass what a pointer difference holds;
- * three terms are summed. */
-static bool offsets_fit(const struct write *w, const struct side *side)
-{
-    const int64_t limit = PTRDIFF_MAX / (4 * w->from_elem);
-    int64_t tokens, heads;
-    return !__builtin_mul_overflow(w->end - 1, side->from_token_stride, &tokens) &&
-           !__builtin_mul_overflow(w->view->n_kv_heads - 1, side->from_head_stride, &heads) &&
-           tokens <= limit && tokens >= -limit && heads <= limit && heads >= -limit;
-}
-
 static tl_status check_tensor(const struct write *w, const struct side *side)
 {
+    const struct axis axis[] = {{"token_stride", side->from_token_stride, w->end},
+                                {"head_stride", side->from_head_stride, w->view->n_kv_heads}};
+    struct span span;
     if (!side->from || !side->to)
-        return tl_fail(TL_EINVAL, FN, "%s%s is NULL and slots[%lld] = %lld",
-                       side->from ? "view->" : "", side->name, (long long)w->end - 1,
-                       (long long)w->slots[w->end - 1]);
-    if (!offsets_fit(w, side))
-        return tl_fail(
-            TL_EINVAL, FN,
-            "%s_token_stride %lld, %s_head_stride %lld pass the address space with T = %lld",
-            side->name, (long long)side->from_token_stride, side->name,
-            (long long)side->from_head_stride, (long long)w->T);
+        return tl_fail(TL_EINVAL, FN, "%s%s is NULL and slots[%" PRId64 "] = %" PRId64,
+                       side->from ? "view->" : "", side->name, w->end - 1, w->slots[w->end - 1]);
+    if (!tl_span_of(side->from, w->from_elem, side->width, axis, 2, &span))
+        return tl_fail(TL_EINVAL, FN,
+                       "%s_token_stride %" PRId64 ", %s_head_stride %" PRId64
+                       " pass the address space with T = %" PRId64,
+                       side->name, side->from_token_stride, side->name, side->from_head_stride,
+                       w->T);
     return TL_OK;
 }
 
@@ -264,8 +257,8 @@ static tl_status fail_twice(const struct write *w, int64_t slot)
     int64_t second = first + 1;
     while (w->slots[second] != slot)
         second++;
-    return tl_fail(TL_EINVAL, FN, "slots[%lld] and slots[%lld] are both %lld", (long long)first,
-                   (long long)second, (long long)slot);
+    return tl_fail_i64(TL_EINVAL, FN, "slots[%lld] and slots[%lld] are both %lld", first, second,
+                       slot);
 }
 
 static tl_status check_pairs(const struct write *w)
@@ -322,8 +315,8 @@ static tl_status check_none_twice(const struct write *w)
     const size_t bytes = (size_t)w->end * 2 * sizeof(int64_t);
     int64_t *room = tl_owned_alloc(bytes, sizeof(int64_t), &owner);
     if (!room)
-        return tl_fail(TL_ENOMEM, FN, "no %zu bytes to look for slots given twice with T = %lld",
-                       bytes, (long long)w->T);
+        return tl_fail(TL_ENOMEM, FN,
+                       "no %zu bytes to look for slots given twice with T = %" PRId64, bytes, w->T);
     const tl_status status = check_sorted(w, room);
     tl_owned_free(&owner, room);
     return status;
@@ -379,8 +372,8 @@ tl_status tl_kv_write_slots(const tl_kv_view *view, const int64_t *slots, int64_
     TL_TRY(check_arguments(&w));
     if (T == 0)
         return TL_OK;
-    TL_TRY(look_at_slots(&w));
     TL_TRY(choose_conversion(&w));
+    TL_TRY(look_at_slots(&w));
     if (w.end == 0)
         return TL_OK;
     w.side[0] = (struct side){"k",

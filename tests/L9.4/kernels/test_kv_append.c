@@ -3,6 +3,7 @@
  * bits, and all or nothing. */
 #include <fenv.h>
 
+#include "kernels/kernels.h"
 #include "kv_check.h"
 
 /* f16 of x by arithmetic in double: the nearest multiple of the spacing at x, ties to even. */
@@ -258,6 +259,41 @@ TEST(bad_arguments_are_refused_and_named)
         CHECK(st == TL_EINVAL, "case %zu: %s", i, tl_status_str(st));
     }
     tl_kv_pool_destroy(kv);
+}
+
+/* Where K or V lies decides too: this one ends past the last address. */
+TEST(keys_or_values_alone_may_leave_the_address_space)
+{
+    tl_kv_pool *kv = kv_new(1, 4, 1, 1, 2);
+    float x[8] = {0}, *const last = (float *)(UINTPTR_MAX - 15);
+    const uint32_t own = kv_one(kv);
+    CHECK_REFUSED(kv, (void)tl_kv_append_f32(kv, 0, &own, 1, 0, 4, x, last, 8, 2),
+                  "tl_kv_append_f32", ": v: head_stride 8, token_stride 2 pass the address space");
+    CHECK_REFUSED(kv, (void)tl_kv_append_f32(kv, 0, &own, 1, 0, 4, last, x, 8, 2),
+                  "tl_kv_append_f32", ": k: head_stride 8, token_stride 2 pass the address space");
+    tl_kv_pool_destroy(kv);
+}
+
+TEST(an_unknown_instruction_set_is_refused_with_the_names_that_work)
+{
+    tl_kv_pool *kv = kv_new(2, 4, 1, 1, 2);
+    const float x[8] = {0};
+    const uint32_t own = kv_one(kv), none = 7;
+    tl_status got[4];
+    tl_kernels_select("abacus");
+    CHECK_REFUSED(kv, got[0] = tl_kv_append_f32(kv, 0, &own, 1, 0, 1, x, x, 2, 2),
+                  "tl_kv_append_f32", "TINYLLM_ISA=abacus is not here; these are: ");
+    /* before the table's entries are looked at, after all else */
+    CHECK_REFUSED(kv, got[1] = tl_kv_append_f32(kv, 0, &none, 1, 0, 1, x, x, 2, 2),
+                  "tl_kv_append_f32", "TINYLLM_ISA=abacus");
+    CHECK_REFUSED(kv, got[2] = tl_kv_append_f32(kv, 0, &own, 1, 0, 2, x, x, 2, INT64_MAX),
+                  "tl_kv_append_f32", "address space");
+    got[3] = tl_kv_append_f32(kv, 0, &own, 1, 0, 0, x, x, 2, 2); /* nothing is to be done */
+    tl_kernels_select(NULL);
+    tl_kv_pool_destroy(kv);
+    CHECK(got[0] == TL_EUNSUPPORTED && got[1] == TL_EUNSUPPORTED && got[2] == TL_EINVAL &&
+              got[3] == TL_OK,
+          "%d, %d, %d, %d", got[0], got[1], got[2], got[3]);
 }
 
 TEST(nothing_is_written_unless_every_block_may_be)

@@ -814,8 +814,8 @@ TEST(bad_arguments_are_refused_and_named)
          TL_EINVAL,
          "v_token_stride 1152921504606846975"},
         {3, x, x, TL_F32, {8, 8, INT64_MIN, 4}, TL_EINVAL, "k_head_stride -9223372036854775808"},
-        {3, x, x, TL_F32, {8, 8, 4, INT64_MAX / 8}, TL_EINVAL, "v_head_stride 1152921504606846975"},
-        {3, x, x, TL_F16, {8, 8, 4, INT64_MAX / 4}, TL_EINVAL, "v_head_stride 2305843009213693951"},
+        {3, x, x, TL_F32, {8, 8, 4, INT64_MAX / 4}, TL_EINVAL, "v_head_stride 2305843009213693951"},
+        {3, x, x, TL_F16, {8, 8, 4, INT64_MAX / 2}, TL_EINVAL, "v_head_stride 4611686018427387903"},
     };
     for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
         const struct call c = {good,
@@ -842,6 +842,26 @@ TEST(bad_arguments_are_refused_and_named)
     c = ok, c.dtype = TL_F16;
     check_refused(&wide, &c, TL_EUNSUPPORTED, "dtype = 1 is neither TL_F32 nor the view's, 0");
     store_free(&wide);
+    store_free(&s);
+}
+
+TEST(an_unknown_instruction_set_is_refused_with_the_names_that_work)
+{
+    struct store s = store_make(BLOCK_HEAD_SLOT, TL_F16, 3, 2, 5, 4, 4);
+    const float x[8] = {0};
+    const int64_t slot = 3, no_slot = 15;
+    struct call c = {&slot, 1, TL_F32, {x, x}, {8, 8}, {4, 4}};
+    tl_kernels_select("abacus");
+    check_refused(&s, &c, TL_EUNSUPPORTED, "TINYLLM_ISA=abacus is not here; these are: ");
+    c.dtype = TL_F16; /* copied as it is, and refused all the same */
+    check_refused(&s, &c, TL_EUNSUPPORTED, "TINYLLM_ISA=abacus");
+    c.slots = &no_slot; /* before the slots are looked at, after the dtype */
+    check_refused(&s, &c, TL_EUNSUPPORTED, "TINYLLM_ISA=abacus");
+    c.dtype = TL_BF16;
+    check_refused(&s, &c, TL_EUNSUPPORTED, "dtype = 2");
+    tl_kernels_select(NULL);
+    c.dtype = TL_F32;
+    check_refused(&s, &c, TL_EINVAL, "slots[0] = 15");
     store_free(&s);
 }
 
