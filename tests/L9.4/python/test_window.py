@@ -16,7 +16,7 @@ INF, NAN = math.inf, math.nan
 
 
 def means(n_keys: int, n_rows: int, **options: Any) -> tuple[list[float], list[float]]:
-    """Out and lse over K = 0 and V = j: the mean of the positions a row sees, the log of their number."""
+    """Out and lse over K = 0 and V = j: the mean of what a row sees, the log of their number."""
     q, k = np.ones((1, 1, n_rows, 1)), np.zeros((1, 1, n_keys, 1))
     v = np.arange(float(n_keys)).reshape(1, 1, n_keys, 1)
     out, lse = windowed_attention(q, k, v, **options)
@@ -214,6 +214,8 @@ def test_every_row_sees_exactly_the_keys_of_the_rule(
         ((1, 1, 1, 1), (2, 1, 1, 1), (2, 1, 1, 1)),
         ((1, 1, 1, 2), (1, 1, 1, 1), (1, 1, 1, 1)),
         ((1, 1, 1, 1), (1, 1, 2, 1), (1, 1, 1, 1)),
+        ((1, 1, 1, 1), (1, 1, 1, 1), (2, 1, 1, 1)),
+        ((1, 2, 1, 1), (1, 1, 1, 1), (1, 2, 1, 1)),
         ((1, 3, 1, 1), (1, 2, 1, 1), (1, 2, 1, 1)),
         ((1, 2, 1, 1), (1, 3, 1, 1), (1, 3, 1, 1)),
         ((1, 1, 1, 1), (1, 0, 1, 1), (1, 0, 1, 1)),
@@ -222,6 +224,29 @@ def test_every_row_sees_exactly_the_keys_of_the_rule(
 def test_shapes_that_disagree_are_a_value_error(q: Any, k: Any, v: Any) -> None:
     with pytest.raises(ValueError, match="windowed_attention"):
         windowed_attention(np.ones(q), np.ones(k), np.ones(v))
+
+
+@pytest.mark.parametrize("width", [0, 1, 3, 7])
+def test_values_may_have_another_width_than_keys(width: int) -> None:
+    """Column by column what values of the width of the keys give: no column looks at another."""
+    rng = np.random.default_rng(6)
+    q, k = rng.standard_normal((2, 4, 3, 2)), rng.standard_normal((2, 2, 5, 2))
+    v = rng.standard_normal((2, 2, 5, width))
+    options: dict[str, Any] = {"q_offset": 3, "window": 4, "sink_logits": rng.standard_normal(4)}
+    out, lse = windowed_attention(q, k, v, **options)
+    assert (out.shape, lse.shape) == ((2, 4, 3, width), (2, 4, 3))
+    for d in range(width):
+        one, one_lse = windowed_attention(q, k, np.repeat(v[..., d : d + 1], 2, axis=3), **options)
+        np.testing.assert_allclose(out[..., d], one[..., 0], rtol=1e-13)
+        np.testing.assert_allclose(lse, one_lse, rtol=1e-15)
+
+
+@pytest.mark.parametrize("name", ["n_sink", "q_offset"])
+@pytest.mark.parametrize("value", [-1, -(2**63)])
+def test_negative_sinks_and_offsets_are_a_value_error(name: str, value: int) -> None:
+    one = np.ones((1, 1, 1, 1))
+    with pytest.raises(ValueError, match=f"windowed_attention: {name} = {value}"):
+        windowed_attention(one, one, one, **{name: value})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 1), (1, 2)])
