@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The arithmetic of libtinyllm, numerics version 1, as runnable numpy: the definition of every bit.
+"""The arithmetic of libtinyllm, numerics version 2, as runnable numpy: the definition of every bit.
 
 It shares no code with the C library, which must equal it bit for bit on every instruction set. Read
 it from top to bottom: one rounding (:func:`fma32`), exp, log and tanh, sixteen lanes, a row of
@@ -8,14 +8,12 @@ attention, and then what the library exports.
 Words:
 
 - **lane**: one of sixteen float32, whatever the registers of the machine. ``fold`` makes one number
-of them.
-- **tile**: sixteen consecutive positions, [16 t, 16 t + 16); **split**: 1024 of them. Both are
-anchored at
-  absolute position 0 and depend on nothing else: no block size, batch, thread count or length
-  reaches them.
+  of them.
+- **tile**: sixteen consecutive positions, [16 t, 16 t + 16); **split**: 1024 of them; **stretch**:
+  sixteen splits. All are anchored at absolute position 0 and depend on nothing else: no block size,
+  batch, thread count or length reaches them.
 - **state**: what some positions contribute to a row, unnormalised: the largest score m, the sum L
-of
-  exp(s - m), and a[D], the sum of exp(s - m) * v.
+  of exp(s - m), and a[D], the sum of exp(s - m) * v.
 
 Every operation is one IEEE float32 operation rounded to nearest even, with subnormals kept; a
 multiply-add rounds once. Positions a row does not see and lanes past the head width are skipped,
@@ -28,7 +26,7 @@ Everything works on many rows at once, in the leading axes: no row ever looks at
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -41,10 +39,11 @@ F32 = npt.NDArray[np.float32]
 I64 = npt.NDArray[np.int64]
 Bool = npt.NDArray[np.bool_]
 
-NUMERICS_VERSION: Final = 1
+NUMERICS_VERSION: Final = 2
 LANES: Final = 16
 TILE: Final = 16
 SPLIT: Final = 1024
+STRETCH: Final = 16 * SPLIT
 
 NAN: Final = np.uint32(0x7FC00000).view(np.float32)
 ZERO: Final = np.float32(0)
@@ -229,7 +228,7 @@ def fold(lanes: F32) -> F32:
 
 
 def dot(a: F32, b: F32) -> F32:
-    """[..., D] twice to [...]: lane i sums a[d] * b[d] for d = i, i+16, ... rising, by fma from +0; fold."""
+    """[..., D] twice to [...]: lane i sums a[d] * b[d], d = i, i+16, ..., by fma from +0; fold."""
     width = a.shape[-1]
     lanes = np.zeros((*np.broadcast_shapes(a.shape[:-1], b.shape[:-1]), LANES), np.float32)
     for d in range(0, width, LANES):
@@ -272,7 +271,7 @@ def add_alibi(s: F32, slope: F32, position: I64, j: I64) -> F32:
 
 @dataclass
 class Running:
-    """A split in the making, for R rows: m [R], the sum of exp(s - m) still as lanes [R, 16], a [R, D]."""
+    """A split in the making, for R rows: m [R], sums of exp(s - m) [R, 16], a [R, D]."""
 
     m: F32
     lanes: F32
@@ -286,7 +285,10 @@ class Running:
 
 @dataclass
 class State:
-    """A finished split, or several merged, for R rows: m [R], L [R], a [R, D]. m = -inf: nothing was seen."""
+    """A finished split, or several merged, for R rows: m [R], L [R], a [R, D].
+
+    m = -inf: nothing was seen.
+    """
 
     m: F32
     L: F32
@@ -301,7 +303,7 @@ class State:
 
 @np.errstate(all="ignore")
 def absorb_tile(run: Running, s: F32, seen: Bool, v: F32) -> None:
-    """Take in n positions of one tile: scores s [R, n], who sees what, seen [R, n], and values v [n, D]."""
+    """Take in n positions of one tile: scores s [R, n], who sees what [R, n], values v [n, D]."""
     columns = range(s.shape[1])
     m = run.m
     for j in columns:
@@ -325,7 +327,7 @@ def absorb_tile(run: Running, s: F32, seen: Bool, v: F32) -> None:
 
 @np.errstate(all="ignore")
 def merge(x: State, y: State) -> State:
-    """Two states of the same rows, x from earlier positions; one that saw nothing gives the other as is."""
+    """Two states of the same rows, x of earlier positions; one that saw nothing gives the other."""
     m = maximum(x.m, y.m)
     alpha_x, alpha_y = exp32(x.m - m), exp32(y.m - m)
     total = fma32(alpha_x, x.L, alpha_y * y.L)
@@ -359,7 +361,7 @@ def add_sink(state: State, sink: F32) -> State:
 
 @np.errstate(all="ignore")
 def finish(state: State) -> tuple[F32, F32]:
-    """(out [R, D], lse [R]): a * (1 / L), one division, and m + log L; +0 and -inf for a row without keys."""
+    """(out [R, D], lse [R]): a * (1 / L), one division, and m + log L; +0 and -inf without keys."""
     none = state.L == 0
     r = ONE / state.L
     out = np.where(none[:, None], ZERO, state.a * r[:, None])
@@ -367,32 +369,54 @@ def finish(state: State) -> tuple[F32, F32]:
     return canonical(out), canonical(lse)
 
 
-def attend(score_tile: Callable[[int, int], F32], v: F32, low: I64, high: I64) -> State:
-    """R rows over one KV head: row i sees positions low[i] .. high[i] - 1. Split states merge left
-    to right.
+ScoreTile = Callable[[int, int], F32]
+"""``score_tile(j, end)``: the scores [R, end - j] of R rows with positions j .. end - 1 of a tile.
+What it says of positions a row does not see is ignored."""
 
-    v: [n, D], v[j] at absolute position j. ``score_tile(j, end)`` gives the scores [R, end - j] of
-    positions j .. end - 1; what it says of positions a row does not see is ignored.
+
+def attend(score_tile: ScoreTile, v: F32, low: I64, high: I64) -> State:
+    """R rows over one KV head: row i sees positions low[i] .. high[i] - 1; v [n, D], v[j] at j.
+
+    The states of stretches, merged left to right.
     """
-    rows, width = len(low), v.shape[1]
-    state = State.empty(rows, width)
-    some = low < high
-    if not some.any():
-        return state
-    first, last = int(low[some].min()), int(high[some].max())
-    for split in range(first - first % SPLIT, last, SPLIT):
-        run = Running.empty(rows, width)
-        for tile in range(max(split, first - first % TILE), min(split + SPLIT, last), TILE):
-            end = min(tile + TILE, last)
-            position = np.arange(tile, end)
-            seen = (position >= low[:, None]) & (position < high[:, None])
-            absorb_tile(run, score_tile(tile, end), seen, v[tile:end])
-        state = merge(state, State(run.m, fold(run.lanes), run.a))
+    state = State.empty(len(low), v.shape[1])
+    for stretch in _pieces(low, high, STRETCH):
+        state = merge(state, stretch_state(score_tile, v, low, high, stretch))
     return state
 
 
+def stretch_state(score_tile: ScoreTile, v: F32, low: I64, high: I64, first: int) -> State:
+    """What positions first .. first + STRETCH - 1 leave: split states, merged left to right."""
+    low, high = np.maximum(low, first), np.minimum(high, first + STRETCH)
+    state = State.empty(len(low), v.shape[1])
+    for split in _pieces(low, high, SPLIT):
+        state = merge(state, split_state(score_tile, v, low, high, split))
+    return state
+
+
+def split_state(score_tile: ScoreTile, v: F32, low: I64, high: I64, first: int) -> State:
+    """What positions first .. first + SPLIT - 1 leave: tiles in rising order."""
+    low, high = np.maximum(low, first), np.minimum(high, first + SPLIT)
+    run = Running.empty(len(low), v.shape[1])
+    for tile in _pieces(low, high, TILE):
+        end = min(tile + TILE, int(high.max()))
+        j = np.arange(tile, end)
+        seen = (j >= low[:, None]) & (j < high[:, None])
+        absorb_tile(run, score_tile(tile, end), seen, v[tile:end])
+    return State(run.m, fold(run.lanes), run.a)
+
+
+def _pieces(low: I64, high: I64, span: int) -> range:
+    """Where pieces of ``span`` positions begin, from the first to the last that any row sees."""
+    some = low < high
+    if not some.any():
+        return range(0)
+    first, last = int(low[some].min()), int(high[some].max())
+    return range(first - first % span, last, span)
+
+
 def visible(position: int, n_keys: int, causal: bool, window: int) -> tuple[int, int]:
-    """The keys low .. high - 1 that a row at ``position`` sees; the window counts the row's own position."""
+    """The keys low .. high - 1 that a row at ``position`` sees, which the window counts too."""
     low = max(0, position - window + 1) if window > 0 else 0
     high = min(position + 1, n_keys) if causal else n_keys
     return min(low, n_keys), high
@@ -418,8 +442,8 @@ class Rows:
     slope: F32 | None = None
     position: I64 | None = None
 
-    def over(self, k: F32, v: F32, scale: float, softcap: float = 0.0) -> tuple[F32, F32]:
-        """(out [R, Dv], lse [R]) over keys [n, D] and values [n, Dv]; both numbers are rounded to float32."""
+    def scored(self, k: F32, scale: float, softcap: float = 0.0) -> ScoreTile:
+        """How these rows score keys [n, D]; both numbers are rounded to float32."""
         cap = np.float32(softcap)
 
         def score_tile(j: int, end: int) -> F32:
@@ -430,7 +454,11 @@ class Rows:
                 s = add_alibi(s, self.slope, self.position, np.arange(j, end))
             return s
 
-        state = attend(score_tile, v, self.low, self.high)
+        return score_tile
+
+    def over(self, k: F32, v: F32, scale: float, softcap: float = 0.0) -> tuple[F32, F32]:
+        """(out [R, Dv], lse [R]) over keys [n, D] and values [n, Dv]."""
+        state = attend(self.scored(k, scale, softcap), v, self.low, self.high)
         return finish(state if self.sink is None else add_sink(state, self.sink))
 
 
@@ -446,6 +474,87 @@ def per_head(values: F32 | None, heads: int, name: str) -> F32 | None:
     if values is not None and require(values, np.float32, name).shape != (heads,):
         raise ValueError(f"{name}: expected shape ({heads},), got {values.shape}")
     return values
+
+
+@dataclass
+class Step:
+    """The arguments of a paged call, checked: see :func:`paged_attn`, :func:`paged_attn_states`.
+
+    Walking it gives the rows of each sequence and KV head, with the K and V that they see.
+    """
+
+    q: F32
+    k_blocks: Array
+    v_blocks: Array
+    block_tables: npt.NDArray[np.integer[Any]]
+    ctx_lens: npt.NDArray[np.integer[Any]]
+    cu_seqlens_q: npt.NDArray[np.integer[Any]] | None
+    window: int
+    alibi_slopes: F32 | None
+    sink_logits: F32 | None = None
+    first_block: int = 0
+    within: tuple[int, int] | None = None  # positions that are looked at; None: all
+
+    def __post_init__(self) -> None:
+        q, k, v = require(self.q, np.float32, "q"), self.k_blocks, self.v_blocks
+        heads, kv_heads = q.shape[1], k.shape[1]
+        if q.shape[2] != k.shape[3] or v.shape[:3] != k.shape[:3] or heads % kv_heads:
+            raise ValueError(f"shapes disagree: q {q.shape}, k {k.shape}, v {v.shape}")
+        per_head(self.sink_logits, heads, "sink_logits")
+        per_head(self.alibi_slopes, heads, "alibi_slopes")
+        batch, given = len(self.ctx_lens), self.cu_seqlens_q
+        starts = np.arange(batch + 1) if given is None else np.asarray(given, np.int64)
+        ends_right = len(starts) == batch + 1 and starts[0] == 0 and starts[-1] == len(q)
+        if not ends_right or (np.diff(starts) < 0).any():
+            raise ValueError(f"cu_seqlens_q: {starts} for {batch} sequences and {len(q)} rows")
+        self.starts = starts
+
+    def __iter__(self) -> Iterator[tuple[slice, slice, Rows, F32, F32]]:
+        """(rows, heads, the rows one by one and each head by head, k [n, Dk], v [n, Dv])."""
+        kv_heads, group = self.k_blocks.shape[1], self.q.shape[1] // self.k_blocks.shape[1]
+        for s in range(len(self.ctx_lens)):
+            rows = slice(int(self.starts[s]), int(self.starts[s + 1]))
+            n_rows, n = rows.stop - rows.start, int(self.ctx_lens[s])
+            if n < n_rows or (self.cu_seqlens_q is None and n < 1):
+                raise ValueError(f"sequence {s}: {n_rows} rows of {n} positions")
+            if n_rows == 0:
+                continue
+            position = np.arange(n - n_rows, n)
+            low, high = np.array([visible(int(p), n, True, self.window) for p in position]).T
+            k, v = self._gathered(s, int(low[0]), n)
+            for g in range(kv_heads):
+                own = slice(g * group, (g + 1) * group)
+                sinks, slopes = (
+                    None if a is None else np.tile(a[own], n_rows)
+                    for a in (self.sink_logits, self.alibi_slopes)
+                )
+                q = self.q[rows, own].reshape(n_rows * group, -1)
+                low_each, high_each, position_each = (
+                    np.repeat(a, group) for a in (low, high, position)
+                )
+                tall = Rows(q, low_each, high_each, sinks, slopes, position_each)
+                yield rows, own, tall, k[:, g], v[:, g]
+
+    def _gathered(self, s: int, low: int, high: int) -> tuple[F32, F32]:
+        """K and V of sequence s by position; what is not looked at stays 0."""
+        n_blocks, kv_heads, b, width = self.k_blocks.shape
+        table = np.asarray(self.block_tables[s])
+        begin, end = (0, high) if self.within is None else self.within
+        held = np.arange(max(low, begin), min(high, end))
+        entry = held // b - self.first_block
+        if len(held) and (entry[0] < 0 or entry[-1] >= len(table)):
+            raise ValueError(
+                f"sequence {s}: positions {held[0]} to {held[-1]} in {len(table)} blocks of {b} "
+                f"from block {self.first_block} on"
+            )
+        block, slot = table[entry].astype(np.int64), held % b
+        if not ((block >= 0) & (block < n_blocks)).all():
+            raise ValueError(f"sequence {s}: blocks {np.unique(block)} of {n_blocks}")
+        k = np.zeros((high, kv_heads, width), np.float32)
+        v = np.zeros((high, kv_heads, self.v_blocks.shape[3]), np.float32)
+        k[held] = widened(self.k_blocks[block, :, slot])
+        v[held] = widened(self.v_blocks[block, :, slot])
+        return k, v
 
 
 def paged_attn(
@@ -472,61 +581,100 @@ def paged_attn(
     Only table entries that hold a visible position are looked at. ValueError: shapes that disagree,
     a context or needed entry out of range.
     """
-    require(q, np.float32, "q")
-    n_blocks, kv_heads, block_tokens, width = k_blocks.shape
-    heads = q.shape[1]
-    if q.shape[2] != width or v_blocks.shape[:3] != k_blocks.shape[:3] or heads % kv_heads:
-        raise ValueError(f"shapes disagree: q {q.shape}, k {k_blocks.shape}, v {v_blocks.shape}")
-    sinks, slopes = (
-        per_head(sink_logits, heads, "sink_logits"),
-        per_head(alibi_slopes, heads, "alibi_slopes"),
-    )
-    batch, group = len(ctx_lens), heads // kv_heads
-    starts = np.arange(batch + 1) if cu_seqlens_q is None else np.asarray(cu_seqlens_q, np.int64)
-    if (
-        len(starts) != batch + 1
-        or starts[0] != 0
-        or starts[-1] != len(q)
-        or (np.diff(starts) < 0).any()
-    ):
-        raise ValueError(f"cu_seqlens_q: {starts} for {batch} sequences and {len(q)} rows")
-
-    out = np.empty((len(q), heads, v_blocks.shape[3]), np.float32)
-    lse = np.empty((len(q), heads), np.float32)
-    for s in range(batch):
-        rows = slice(int(starts[s]), int(starts[s + 1]))
-        n_rows, n, table = rows.stop - rows.start, int(ctx_lens[s]), np.asarray(block_tables[s])
-        if not n_rows <= n <= len(table) * block_tokens or (cu_seqlens_q is None and n < 1):
-            raise ValueError(
-                f"sequence {s}: {n_rows} rows, {n} in {len(table)} blocks of {block_tokens}"
-            )
-        if n_rows == 0:
-            continue
-        position = np.arange(n - n_rows, n)
-        low, high = np.array([visible(int(p), n, True, window) for p in position], np.int64).T
-        held = np.arange(low[0], n)
-        block, slot = table[held // block_tokens].astype(np.int64), held % block_tokens
-        if not ((block >= 0) & (block < n_blocks)).all():
-            raise ValueError(f"sequence {s}: blocks {np.unique(block)} of {n_blocks}")
-        k = np.zeros((n, kv_heads, width), np.float32)  # by position; what no row sees stays 0
-        v = np.zeros((n, kv_heads, v_blocks.shape[3]), np.float32)
-        k[held] = widened(k_blocks[block, :, slot])
-        v[held] = widened(v_blocks[block, :, slot])
-        for g in range(kv_heads):
-            own = slice(g * group, (g + 1) * group)
-            # Row by row, and within a row head by head.
-            tall = Rows(
-                q[rows, own].reshape(n_rows * group, width),
-                np.repeat(low, group),
-                np.repeat(high, group),
-                None if sinks is None else np.tile(sinks[own], n_rows),
-                None if slopes is None else np.tile(slopes[own], n_rows),
-                np.repeat(position, group),
-            )
-            out_rows, lse_rows = tall.over(k[:, g], v[:, g], scale, softcap)
-            out[rows, own] = out_rows.reshape(n_rows, group, -1)
-            lse[rows, own] = lse_rows.reshape(n_rows, group)
+    step = Step(
+        q, k_blocks, v_blocks, block_tables, ctx_lens, cu_seqlens_q, window, alibi_slopes,
+        sink_logits,
+    )  # fmt: skip
+    out = np.empty((*q.shape[:2], v_blocks.shape[3]), np.float32)
+    lse = np.empty(q.shape[:2], np.float32)
+    for rows, own, tall, k, v in step:
+        out_rows, lse_rows = tall.over(k, v, scale, softcap)
+        out[rows, own] = out_rows.reshape(out[rows, own].shape)
+        lse[rows, own] = lse_rows.reshape(lse[rows, own].shape)
     return out, lse
+
+
+def paged_attn_states(
+    q: F32,
+    k_blocks: Array,
+    v_blocks: Array,
+    block_tables: npt.NDArray[np.integer[Any]],
+    ctx_lens: npt.NDArray[np.integer[Any]],
+    first_split: int,
+    n_splits: int,
+    *,
+    scale: float,
+    cu_seqlens_q: npt.NDArray[np.integer[Any]] | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
+    alibi_slopes: F32 | None = None,
+    state_span: int = SPLIT,
+    first_block: int = 0,
+) -> F32:
+    """``tl_paged_attn_states_f32``: what splits first_split .. first_split + n_splits - 1 leave.
+
+    float32 [total_q, H, n, 2 + Dv] of (m, L, a), in order: a state for each split, or for each
+    stretch, of which first_split and n_splits are then a whole number. Nothing seen is (-inf, 0,
+    0). Arguments as :func:`paged_attn`'s; block_tables[s][i] holds block first_block + i of a
+    sequence, and only entries that hold a visible position of those splits are looked at.
+    ValueError also: a span that is neither, splits that are no stretches.
+    """
+    per_state = require_span(state_span) // SPLIT
+    if first_split < 0 or n_splits < 1 or first_split % per_state or n_splits % per_state:
+        raise ValueError(f"splits {first_split}, {n_splits} of them, states of {per_state}")
+    begin, end = first_split * SPLIT, (first_split + n_splits) * SPLIT
+    step = Step(
+        q, k_blocks, v_blocks, block_tables, ctx_lens, cu_seqlens_q, window, alibi_slopes,
+        first_block=first_block, within=(begin, end),
+    )  # fmt: skip
+    of_piece = split_state if per_state == 1 else stretch_state
+    width = 2 + v_blocks.shape[3]
+    states = np.empty((*q.shape[:2], n_splits // per_state, width), np.float32)
+    for rows, own, tall, k, v in step:
+        score_tile = tall.scored(k, scale, softcap)
+        for i, first in enumerate(range(begin, end, state_span)):
+            x = of_piece(score_tile, v, tall.low, tall.high, first)
+            packed = np.concatenate([x.m[:, None], x.L[:, None], x.a], axis=1)
+            states[rows, own, i] = packed.reshape(states[rows, own, i].shape)
+    return states
+
+
+def attn_merge(
+    parts: Sequence[tuple[F32, int, int]], *, sink_logits: F32 | None = None
+) -> tuple[F32, F32]:
+    """``tl_attn_merge_f32``: (out [total_q, H, D], lse [total_q, H]) from parts of states.
+
+    parts: (states float32 [total_q, H, n, 2 + D], first_split, span) in rising order, each of
+    states of SPLIT or of STRETCH positions, that together hold every split from 0 on once.
+    ValueError: a gap, an overlap, another span, stretches that do not begin at a multiple of
+    sixteen splits.
+    """
+    total_q, heads, _, width = parts[0][0].shape
+    whole = State.empty(total_q * heads, width - 2)
+    stretch, at = whole, 0  # the stretch in the making; the split that comes next
+    for states, first_split, span in parts:
+        per_state = require_span(span) // SPLIT
+        if first_split != at or at % per_state:
+            raise ValueError(f"states of {per_state} splits from {first_split} on, behind {at}")
+        for i in range(require(states, np.float32, "states").shape[2]):
+            x = states[:, :, i].reshape(-1, width)
+            stretch = merge(stretch, State(x[:, 0], x[:, 1], x[:, 2:]))
+            at += per_state
+            if at % (STRETCH // SPLIT) == 0:
+                whole, stretch = merge(whole, stretch), State.empty(len(x), width - 2)
+    whole = merge(whole, stretch)
+    sinks = per_head(sink_logits, heads, "sink_logits")
+    if sinks is not None:
+        whole = add_sink(whole, np.tile(sinks, total_q))
+    out, lse = finish(whole)
+    return out.reshape(total_q, heads, -1), lse.reshape(total_q, heads)
+
+
+def require_span(span: int) -> int:
+    """SPLIT or STRETCH, or ValueError."""
+    if span not in (SPLIT, STRETCH):
+        raise ValueError(f"states of {span} positions: neither of {SPLIT} nor of {STRETCH}")
+    return span
 
 
 def paged_attn_decode(
@@ -623,7 +771,7 @@ def softmax(x: F32) -> F32:
 
 @np.errstate(all="ignore")
 def softmax_online(x: F32) -> F32:
-    """``tl_softmax_online_f32`` on float32 [rows, cols]: maximum and sum in one pass, as attention does."""
+    """``tl_softmax_online_f32`` on float32 [rows, cols]: maximum and sum in one pass."""
     require(x, np.float32, "x")
     rows, cols = x.shape
     run = Running.empty(rows, 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What ``tinyllm selftest`` computes, and the digests it must give wherever numerics version 1
+"""What ``tinyllm selftest`` computes, and the digests it must give wherever numerics version 2
 does.
 
 A group feeds fixed numbers to an ``Engine`` and yields arrays; the SHA-256 of their bytes,
@@ -27,7 +27,7 @@ from tinyllm.ffi.libtinyllm import Lib, f32_ptr, load, u32_ptr
 
 Array = NDArray[Any]
 
-NUMERICS_VERSION: Final = 1
+NUMERICS_VERSION: Final = 2
 THREADS: Final = (1, 2)
 _MASK: Final = 2**64 - 1
 
@@ -90,7 +90,10 @@ class Numbers:
 
 
 class Engine(Protocol):
-    """What can compute the groups. K and V of a sequence are [Hkv, T, D], of blocks [n_blocks, Hkv, b, D]."""
+    """What can compute the groups.
+
+    K and V of a sequence are [Hkv, T, D], of blocks [n_blocks, Hkv, b, D].
+    """
 
     def decode(self, q: Array, kv: list[tuple[Array, Array]], scale: float, window: int) -> Array:
         """One new token of each sequence: q [B, H, D], K and V float16."""
@@ -113,7 +116,7 @@ class Engine(Protocol):
         """The conversion ``name``: "f32_to_f16" and the like."""
 
     def envelope(self, k: Array, v: Array, block_tokens: int, tokens: Array) -> bytes:
-        """The export of one sequence, K and V float16 [layers, Hkv, T, D], its full blocks registered."""
+        """The export of a sequence, K, V float16 [layers, Hkv, T, D]; full blocks registered."""
 
 
 class Library:
@@ -253,8 +256,24 @@ def chunks(
     yield from engine.paged(q, k, v, tables, lengths, **given)
 
 
+def stretches(engine: Engine, seed: int) -> Iterator[Array]:
+    """Rows that cross three stretches and two; through a window, the second and third of them.
+
+    Tables name 37 blocks of 96 positions over and over.
+    """
+    numbers, blocks = Numbers(seed), 37
+    k, v = (numbers.halves(blocks, 1, 96, 8) for _ in range(2))
+    q = 4 * numbers.floats(3, 2, 8)
+    lengths = np.array([33000, 16500], np.int32)
+    tables = np.stack([np.arange(344, dtype=np.int32) * step % blocks for step in (5, 11)])
+    given: dict[str, Any] = {"scale": _scale(8), "cu_seqlens_q": np.array([0, 2, 3], np.int32)}
+    yield from engine.paged(q, k, v, tables, lengths, **given)
+    given |= {"window": 16500, "softcap": 3.0, "sink_logits": numbers.floats(2)}
+    yield from engine.paged(q, k, v, tables, lengths, **given)
+
+
 def prefill(engine: Engine, seed: int) -> Iterator[Array]:
-    """Contiguous K and V: causal and not, at an offset, windowed, with sinks; at last on any bits at all."""
+    """Contiguous K and V: causal and not, at an offset, windowed, with sinks; on any bits."""
     numbers, shape = Numbers(seed), (2, 2, 45, 40)
     q, k, v = 4 * numbers.floats(2, 4, 9, 40), numbers.floats(*shape), numbers.floats(*shape)
     options: dict[str, Any] = {"scale": _scale(40), "causal": True, "q_offset": 36, "window": 0}
@@ -334,6 +353,7 @@ GROUPS: Final[dict[str, Callable[[Engine, int], Iterable[Array]]]] = {
     "exp": exp,
     "conversions": conversions,
     "export": envelope,
+    "two and three stretches": stretches,
 }
 
 
@@ -366,11 +386,12 @@ DIGESTS: Final[dict[str, str]] = {
     "exp": "05063df976e80ba43b58711bdde5adad54be361613038db66f610222939c75a7",
     "conversions": "b202ebc4aa27454cd1a524705152315fbd1cc1d5941f747fd39f9c5d0ba2dbee",
     "export": "f3297e6365ddbc05c54a15460840273a1ae4b1c789bbd760d4b95c7d01baa2ed",
+    "two and three stretches": "677292e11a2bdc5bcabe02c9e7d55c7bf2de131c90d770ae773c09abf28781a3",
 }
 
 
 def main() -> None:
-    """For a process of its own, since an instruction set is chosen once: prints what this one computes."""
+    """For a process of its own, since an instruction set is chosen once: prints its digests."""
     lib = load()
     digests = {threads: compute(Library(lib, threads)) for threads in THREADS}
     print(json.dumps({"isa": lib.tl_isa_name().decode(), "digests": digests}), flush=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""``tinyllm selftest``: whether this machine gives the bits that the numerics version stands for."""
+"""``tinyllm selftest``: whether this machine gives the bits of the numerics version."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def run(args: argparse.Namespace) -> int:
     known = version == golden.NUMERICS_VERSION
     if not known:
         print(
-            f"tinyllm selftest: the library has numerics version {version}, this package keeps the digests "
-            f"of version {golden.NUMERICS_VERSION}: use a library and a package of one release",
+            f"tinyllm selftest: the library has numerics version {version}, this package keeps "
+            f"the digests of version {golden.NUMERICS_VERSION}: use a library and a package of one release",
             file=sys.stderr,
         )
     good = known and all(verdict.good for verdict in verdicts)
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examine(lib: Lib, isa: str) -> Verdict:
-    """Computes the groups on one instruction set, in a process of its own, and compares the digests."""
+    """Computes the groups on one instruction set, in a process of its own, and compares digests."""
     begin = time.perf_counter()
     try:
         done = in_process("from tinyllm.cli import golden; golden.main()", lib, isa)

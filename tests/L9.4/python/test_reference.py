@@ -14,6 +14,7 @@ import itertools
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -132,7 +133,8 @@ def test_fma_is_not_fooled_by_ties_of_the_wider_format() -> None:
 def test_fma_special_values() -> None:
     big = 3.4028234663852886e38
     cases = [
-        (INF, 0, 1, NAN), (INF, 1, -INF, NAN), (INF, 1, 1, INF), (1, 1, -INF, -INF), (big, 1, 2.0**103, INF),
+        (INF, 0, 1, NAN), (INF, 1, -INF, NAN), (INF, 1, 1, INF), (1, 1, -INF, -INF),
+        (big, 1, 2.0**103, INF),
         (big, 1, 2.0**102, big), (-0.0, 1, -0.0, -0.0), (-0.0, 1, 0.0, 0.0), (1, 1, -1, 0.0),
     ]  # fmt: skip
     for a, b, c, expected in cases:
@@ -175,7 +177,7 @@ def test_coefficients_are_those_of_the_header() -> None:
 
 
 def ulps(got: F32, exact: Array) -> Array:
-    """Error in units in the last place of ``exact``, long doubles in the range of normal float32."""
+    """Error in units in the last place of ``exact``, long doubles that are normal float32."""
     return np.asarray(np.abs(got - exact) / np.spacing(np.abs(exact).astype(np.float32)))
 
 
@@ -254,7 +256,7 @@ def test_tanh_edges() -> None:
 
 
 def test_fold_goes_by_halves() -> None:
-    """2^24, 1 and -2^24 sum to 1, unless 2^24 and 1 meet first: a tie, to even, and the 1 is lost."""
+    """2^24, 1, -2^24 sum to 1, unless 2^24 and 1 meet first: a tie, to even, and the 1 is lost."""
 
     def meet(
         i: int, j: int
@@ -301,15 +303,28 @@ def test_dot_sums_in_sixteen_lanes_by_rising_d(width: int) -> None:
 def row_exactly(
     q: F32, k: F32, v: F32, scale: float, low: int, high: int
 ) -> tuple[F32, np.float32]:
-    """One row over positions low .. high - 1, one scalar operation a step; exp, log are the reference's."""
+    """One row over positions low .. high - 1, a scalar operation a step; exp and log of ``ref``."""
 
     def exp(x: np.float32) -> np.float32:
         y: np.float32 = np.float32(ref.exp32(np.asarray(x, np.float32)))
         return y
 
     width = len(q)
-    total: tuple[np.float32, np.float32, list[np.float32]] | None = None
+    State = tuple[np.float32, np.float32, list[np.float32]]
+
+    def merged(x: State | None, y: State | None) -> State | None:
+        if x is None or y is None:
+            return y if x is None else x
+        top = max(x[0], y[0])
+        old, new = exp(x[0] - top), exp(y[0] - top)
+        a = [fma_exactly(old, x[2][d], new * y[2][d]) for d in range(width)]
+        return top, fma_exactly(old, x[1], new * y[1]), a
+
+    total: State | None = None
+    stretch: State | None = None
     for split in range(0, high, 1024):
+        if split % 16384 == 0:
+            total, stretch = merged(total, stretch), None
         m, lanes, a = np.float32(-INF), [np.float32(0)] * 16, [np.float32(0)] * width
         for tile in range(split, min(split + 1024, high), 16):
             seen = range(max(low, tile), min(high, tile + 16))
@@ -324,16 +339,9 @@ def row_exactly(
                 p = exp(s[j] - m)
                 lanes[j % 16] = lanes[j % 16] + p
                 a = [fma_exactly(p, v[j, d], a[d]) for d in range(width)]
-        if m == -INF:
-            continue
-        weight = fold_exactly(lanes)
-        if total is None:
-            total = m, weight, a
-        else:
-            top = max(total[0], m)
-            old, new = exp(total[0] - top), exp(m - top)
-            a = [fma_exactly(old, total[2][d], new * a[d]) for d in range(width)]
-            total = top, fma_exactly(old, total[1], new * weight), a
+        if m != -INF:
+            stretch = merged(stretch, (m, fold_exactly(lanes), a))
+    total = merged(total, stretch)
     if total is None:
         return np.zeros(width, np.float32), np.float32(-INF)
     r = np.float32(1) / total[1]
@@ -354,6 +362,8 @@ def row_exactly(
         (2100, 2, 0),
         (2100, 2, 1500),
         (2060, 1, 5),
+        (33000, 1, 17000),
+        (16400, 1, 20),
     ],
 )
 def test_a_row_equals_a_scalar_walk_bitwise(n: int, width: int, window: int) -> None:
@@ -445,7 +455,7 @@ def test_prefill_is_close_to_plain_attention(
 
 
 def paged(k: F32, v: F32, block_tokens: int, seed: int) -> tuple[Array, Array, Array]:
-    """K and V [Hkv, n, D] as f16 in shuffled blocks, everything unused NaN: (k_blocks, v_blocks, table)."""
+    """K and V [Hkv, n, D] as f16 in shuffled blocks, the rest NaN: (k_blocks, v_blocks, table)."""
     kv_heads, n, width = k.shape
     used = -(-n // block_tokens)
     table = np.random.default_rng(seed).permutation(used + 3).astype(np.uint32)
@@ -564,7 +574,7 @@ def row_of_scores(
 
 
 def test_hand_example() -> None:
-    """Scores 1, 0, 1 over values [1,2] [3,4] [5,6]: the middle of the outer two is the inner one, [3, 4]."""
+    """Scores 1, 0, 1 over values [1,2] [3,4] [5,6]: the outer two have the inner one as mean."""
     k, v = np.zeros((2, 4, 1, 2, 2), np.float16)
     k[3, 0], k[1, 0, 0] = [[1, 0], [0, 1]], [1, 1]
     v[3, 0], v[1, 0, 0] = [[1, 2], [3, 4]], [5, 6]
@@ -700,6 +710,135 @@ def test_merging_with_what_saw_nothing_changes_nothing() -> None:
     nothing = ref.State.empty(2, 2)
     for merged in (ref.merge(x, nothing), ref.merge(nothing, x)):
         assert same_bits(merged.m, x.m) and same_bits(merged.L, x.L) and same_bits(merged.a, x.a)
+
+
+# --- states
+# -------------------------------------------------------------------------------------------------
+
+LONG = 33000  # three stretches; 33 splits
+
+
+@dataclass
+class Long:
+    """Two sequences over three stretches and two; tables name 23 blocks of 80 over and over."""
+
+    q: F32
+    k: Array
+    v: Array
+    tables: Array
+    ctx: Array
+    options: dict[str, Any]
+
+    @classmethod
+    def make(cls, seed: int, **options: Any) -> Long:
+        rng = np.random.default_rng(seed)
+        k, v = rng.standard_normal((2, 23, 1, 80, 4)).astype(np.float16)
+        tables = np.stack([np.resize(rng.permutation(23), 413) for _ in range(2)])
+        q = 2 * rng.standard_normal((3, 2, 4), np.float32)
+        options = {"scale": 0.5, "cu_seqlens_q": np.array([0, 2, 3])} | options
+        return cls(q, k, v, tables, np.array([LONG, 16390]), options)
+
+    def rows(self, **changes: Any) -> tuple[F32, F32]:
+        args = self.q, self.k, self.v, self.tables, self.ctx
+        return ref.paged_attn(*args, **self.options, **changes)
+
+    def states(self, first: int, n: int, **changes: Any) -> F32:
+        args = self.q, self.k, self.v, changes.pop("tables", self.tables), self.ctx
+        return ref.paged_attn_states(*args, first, n, **self.options, **changes)
+
+
+@pytest.mark.parametrize("window", [17000, 700])
+def test_states_of_splits_and_of_stretches_merge_to_the_bits_of_one_call(window: int) -> None:
+    x = Long.make(31, window=window, softcap=5.0, alibi_slopes=np.array([2.0**-9, 0], np.float32))
+    sinks = np.array([1.5, -INF], np.float32)
+    want = x.rows(sink_logits=sinks)
+    S, T = ref.SPLIT, ref.STRETCH
+    splits, stretches = x.states(0, 33), x.states(0, 48, state_span=T)
+    divisions = [
+        [(splits, 0, S)],
+        [(splits[:, :, :20], 0, S), (splits[:, :, 20:], 20, S)],
+        [(stretches, 0, T)],
+        [(stretches[:, :, :1], 0, T), (splits[:, :, 16:], 16, S)],
+        [(splits[:, :, :32], 0, S), (stretches[:, :, 2:], 32, T)],
+    ]
+    for parts in divisions:
+        for got, wanted in zip(ref.attn_merge(parts, sink_logits=sinks), want, strict=True):
+            assert same_bits(got, wanted)
+
+
+def test_the_state_of_a_stretch_is_that_of_its_splits_merged() -> None:
+    x = Long.make(32)
+    splits, stretches = x.states(16, 16), x.states(16, 16, state_span=ref.STRETCH)
+    flat = splits.reshape(6, 16, 6)
+    state = ref.State.empty(6, 4)
+    for i in range(16):
+        state = ref.merge(state, ref.State(flat[:, i, 0], flat[:, i, 1], flat[:, i, 2:]))
+    packed = np.concatenate([state.m[:, None], state.L[:, None], state.a], axis=1)
+    assert same_bits(stretches.reshape(6, 6), packed)
+    assert (state.m[:4] > -INF).all()
+    nothing = x.states(48, 16, state_span=ref.STRETCH).reshape(6, 6)
+    assert same_bits(nothing, np.tile(f32(-INF, 0, 0, 0, 0, 0), (6, 1)))
+
+
+def test_rows_over_stretches_are_close_to_float64() -> None:
+    x = Long.make(33)
+    out, lse = x.rows()
+    for row, (s, n) in enumerate([(0, LONG - 1), (0, LONG), (1, 16390)]):
+        j = np.arange(n)
+        block = x.tables[s][j // 80]
+        k, v = (a[block, 0, j % 80].astype(np.float64) for a in (x.k, x.v))
+        for h in range(2):
+            scores = k @ x.q[row, h] * 0.5
+            top = scores.max()
+            weights = np.exp(scores - top)
+            want = weights @ v / weights.sum()
+            np.testing.assert_allclose(out[row, h], want, rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(lse[row, h], top + np.log(weights.sum()), rtol=1e-6)
+
+
+@pytest.mark.parametrize("position", [0, 16383, 16384, 32767, 32768, LONG - 1])
+@pytest.mark.parametrize("score", [NAN, INF])
+def test_a_bad_score_in_any_stretch_makes_the_row_nan(position: int, score: float) -> None:
+    k, v = np.zeros((1, 1, LONG, 1), np.float32), np.ones((1, 1, LONG, 1), np.float32)
+    k[0, 0, position] = score
+    o, lse = ref.flash_attn_fwd(
+        np.ones((1, 1, 1, 1), np.float32), k, v, scale=1.0, q_offset=LONG - 1
+    )
+    assert all_canonical_nan(o) and all_canonical_nan(lse)
+
+
+def test_a_part_of_the_blocks_is_enough_for_its_splits() -> None:
+    """Tables of blocks 204 (position 16320) to 409 hold stretch 1; others are not read."""
+    x = Long.make(34)
+    whole = x.states(16, 16, state_span=ref.STRETCH)
+    part = x.tables[:, 204:410]
+    assert same_bits(x.states(16, 16, state_span=ref.STRETCH, tables=part, first_block=204), whole)
+    for first_block, table in ((205, x.tables[:, 205:410]), (204, x.tables[:, 204:409])):
+        with pytest.raises(ValueError, match="sequence 0: positions 16384 to 32767"):
+            x.states(16, 16, tables=table, first_block=first_block)
+
+
+@pytest.mark.parametrize(
+    ("first", "n", "span"), [(-1, 1, 1024), (0, 0, 1024), (8, 16, 16384), (0, 8, 16384), (0, 1, 7)]
+)
+def test_splits_that_are_no_states_are_refused(first: int, n: int, span: int) -> None:
+    with pytest.raises(ValueError, match=r"states of|splits"):
+        Long.make(35).states(first, n, state_span=span)
+
+
+def test_parts_that_do_not_follow_each_other_are_refused() -> None:
+    part, S, T = np.zeros((1, 1, 2, 3), np.float32), ref.SPLIT, ref.STRETCH
+    bad: list[list[tuple[F32, int, int]]] = [
+        [(part, 1, S)],
+        [(part, 0, S), (part, 1, S)],
+        [(part, 0, S), (part, 3, S)],
+        [(part, 0, S), (part, 2, T)],
+        [(part, 0, T), (part, 31, S)],
+        [(part, 0, 2048)],
+    ]
+    for parts in bad:
+        with pytest.raises(ValueError, match="states of"):
+            ref.attn_merge(parts)
 
 
 def test_wrong_types_shapes_and_tables_are_refused() -> None:

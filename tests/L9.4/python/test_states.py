@@ -116,7 +116,7 @@ def test_a_split_that_no_row_sees_is_empty(batch: Batch) -> None:
 
 
 def test_splits_of_others_are_not_looked_at(batch: Batch) -> None:
-    """A table whose entries outside the split name no block: that of a machine which holds a part."""
+    """A table whose entries outside the split name no block: that of a machine with a part."""
     part = make_batch(1, LONG, block=48)
     per_split = np.arange(part.tables.shape[1])
     elsewhere = (per_split * 48 + 47 < 1024) | (per_split * 48 >= 2048)
