@@ -7,7 +7,7 @@
  * ref64_row is plain softmax in double: the library must come close to it. Both share no code with
  * the library but tl_expf and the coefficients of tanh.
  *
- * Words. lane, tile, split: as in attention.h. case: one decode step (struct paged) in a pool of
+ * Words. lane, tile, split, stretch: as in attention.h. case: one decode step (struct paged) in a pool of
  * its own, where every slot that no row sees holds poison, every table entry that must not be read
  * holds garbage, and every array ends at an unmapped page. */
 #ifndef TL_ATTN_REF_H
@@ -201,23 +201,55 @@ static inline float ref_canon(float x)
     return isnan(x) ? float_of(TL_NAN_BITS) : x;
 }
 
+/* Positions from .. to, all of one stretch: its splits, merged left to right. */
+static inline void ref_stretch(const struct ref_row *r, int64_t from, int64_t to,
+                               struct ref_state *state)
+{
+    const int64_t Dv = ref_width(r);
+    struct ref_state next = {-INFINITY, 0, floats(Dv)};
+    state->m = -INFINITY, state->L = 0;
+    memset(state->a, 0, (size_t)Dv * sizeof *state->a);
+    for (int64_t split = from / TL_ATTN_SPLIT; split <= to / TL_ATTN_SPLIT; split++) {
+        const int64_t first = split * TL_ATTN_SPLIT;
+        ref_split(r, max64(from, first), min64(to, first + TL_ATTN_SPLIT - 1), &next);
+        ref_merge(state, &next, Dv);
+    }
+    free(next.a);
+}
+
+/* What the row sees of the positions of one state, a split or a stretch; m = -inf and zeros where
+ * it sees nothing. */
+static inline void ref_piece(const struct ref_row *r, int64_t first, int64_t span,
+                             struct ref_state *state)
+{
+    const int64_t from = max64(r->lo, first), to = min64(r->hi, first + span - 1);
+    state->m = -INFINITY, state->L = 0;
+    memset(state->a, 0, (size_t)ref_width(r) * sizeof *state->a);
+    if (from <= to)
+        (span == TL_ATTN_SPLIT ? ref_split : ref_stretch)(r, from, to, state);
+}
+
+static inline void ref_finish(const struct ref_state *x, int64_t D, float *out)
+{
+    const float inverse = 1.0f / x->L;
+    for (int64_t d = 0; d < D; d++)
+        out[d] = x->L == 0 ? 0.0f : ref_canon(x->a[d] * inverse);
+}
+
 /* out [Dv], and what lse is made of: lse = m + log(L). L == 0: nothing was seen. */
 static inline void ref_row(const struct ref_row *r, float *out, float *m, float *L)
 {
     const int64_t Dv = ref_width(r);
     float *buffer = floats(2 * Dv);
     struct ref_state run = {-INFINITY, 0, buffer}, next = {-INFINITY, 0, buffer + Dv};
-    for (int64_t split = r->lo / TL_ATTN_SPLIT; r->lo <= r->hi && split <= r->hi / TL_ATTN_SPLIT;
-         split++) {
-        const int64_t first = split * TL_ATTN_SPLIT;
-        ref_split(r, max64(r->lo, first), min64(r->hi, first + TL_ATTN_SPLIT - 1), &next);
+    for (int64_t first = r->lo / TL_ATTN_STRETCH * TL_ATTN_STRETCH; first <= r->hi;
+         first += TL_ATTN_STRETCH) {
+        ref_piece(r, first, TL_ATTN_STRETCH, &next);
         ref_merge(&run, &next, Dv);
     }
     if (r->sink && *r->sink != -INFINITY)
         ref_sink(&run, *r->sink, Dv);
-    const float inverse = 1.0f / run.L;
-    for (int64_t d = 0; d < Dv; d++)
-        out[d] = run.L == 0 ? 0.0f : ref_canon(run.a[d] * inverse);
+    ref_finish(&run, Dv, out);
     *m = run.m, *L = run.L;
     free(buffer);
 }

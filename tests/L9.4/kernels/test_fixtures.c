@@ -273,7 +273,7 @@ TEST(file_fixtures)
         n++;
     }
     closedir(folder);
-    CHECK(n >= 7, "only %d files", n);
+    CHECK(n >= 8, "only %d files", n);
 }
 
 TEST(what_is_written_reads_back)

@@ -196,7 +196,7 @@ def make(
     seed: int, ctx: list[int], heads: int, kv_heads: int, width: int, block_tokens: int, *,
     window: int = 0, scale: float | None = None, shrink: float = 1,
 ) -> Fixture:  # fmt: skip
-    """A step with random values wherever a row looks, poison and garbage everywhere else, and out unset."""
+    """A step with random values wherever a row looks, poison and garbage elsewhere, out unset."""
     stream = Stream(seed)
     first = [0 if window <= 0 else max(n - window, 0) // block_tokens for n in ctx]
     last = [-(-n // block_tokens) for n in ctx]
@@ -242,6 +242,15 @@ def with_special_values() -> Fixture:
     return step
 
 
+def stretches() -> Fixture:
+    """Rows over three stretches and over two, whose tables name twenty blocks over and over."""
+    step = make(8, [2000], heads=2, kv_heads=1, width=3, block_tokens=100, scale=2.0)
+    step.q = (Stream(9).unit(2, 2, 3) * 2).astype(np.float32)
+    step.tables = np.stack([np.resize(np.roll(step.tables[0, :20], s), 331) for s in (0, 7)])
+    step.ctx_lens, step.out = np.array([33000, 16500], np.int32), np.zeros_like(step.q)
+    return step
+
+
 def subnormal() -> Fixture:
     step = make(
         7, [3, 40], heads=2, kv_heads=2, width=16, block_tokens=8, scale=2.0**121, shrink=2.0**-127
@@ -259,6 +268,7 @@ STEPS: Final[dict[str, Callable[[], Fixture]]] = {
     "window": lambda: make(3, [30, 41], 4, 1, 17, 5, window=13, scale=0.3),
     "splits": lambda: make(4, [2060], heads=2, kv_heads=1, width=3, block_tokens=100, scale=2.0),
     "wide": lambda: make(5, [20], heads=9, kv_heads=1, width=130, block_tokens=16),
+    "stretches": stretches,
     "special": with_special_values,
     "subnormal": subnormal,
 }
@@ -294,8 +304,8 @@ def by_library(lib: Lib, step: Fixture) -> F32:
                 block_view(address, step.k.shape[1:]).view(np.uint16)[:] = store[block]
         out = np.full_like(step.q, 7)
         lib.tl_paged_attn_decode_f32(
-            f32_ptr(step.q), pool, 0, u32_ptr(step.tables), max_blocks, i32_ptr(step.ctx_lens), f32_ptr(out),
-            batch, heads, kv_heads, width, float(step.scale), step.window, None,
+            f32_ptr(step.q), pool, 0, u32_ptr(step.tables), max_blocks, i32_ptr(step.ctx_lens),
+            f32_ptr(out), batch, heads, kv_heads, width, float(step.scale), step.window, None,
         )  # fmt: skip
     finally:
         lib.tl_kv_pool_destroy(pool)
