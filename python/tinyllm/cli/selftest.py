@@ -72,7 +72,8 @@ def run(args: argparse.Namespace) -> int:
     if not known:
         print(
             f"tinyllm selftest: the library has numerics version {version}, this package keeps "
-            f"the digests of version {golden.NUMERICS_VERSION}: use a library and a package of one release",
+            f"the digests of version {golden.NUMERICS_VERSION}: use a library and a package of one "
+            "release",
             file=sys.stderr,
         )
     good = known and all(verdict.good for verdict in verdicts)

@@ -143,7 +143,8 @@ static void make_memory(struct job *x)
 {
     const struct job_spec *s = &x->spec;
     const int64_t b = s->block_tokens, k = s->Dk + s->gap, v = dim_v(s) + s->gap;
-    x->view = (tl_kv_view){.dtype = s->dtype,
+    x->view = (tl_kv_view){.size = sizeof(tl_kv_view),
+                        .dtype = s->dtype,
                            .n_blocks = x->n_blocks,
                            .block_tokens = b,
                            .n_kv_heads = s->Hkv,
@@ -550,15 +551,14 @@ TEST(splits_that_some_rows_of_a_call_see)
     }
 }
 
-/* Columns beyond what is kept of values on the stack. */
-TEST(heads_wider_than_any_buffer)
+TEST(heads_of_the_widest_values)
 {
     for (uint64_t i = 0; i < 3; i++) {
         const struct job_spec spec = {.B = 2,
                                       .H = 3,
                                       .Hkv = 1,
                                       .Dk = 5,
-                                      .Dv = 4100,
+                                      .Dv = TL_MAX_HEAD_DIM,
                                       .window = i == 2 ? 30 : 0,
                                       .q_len = {2, 1},
                                       .ctx = {1041, i ? 9 : 1100},
@@ -608,7 +608,8 @@ TEST(an_example_by_hand)
     static float k[T][2], v[T][1];
     for (int j = 0; j < T; j++)
         v[j][0] = (float)(1 + j % 3);
-    const tl_kv_view view = {.k = k,
+    const tl_kv_view view = {.size = sizeof view,
+                             .k = k,
                              .v = v,
                              .dtype = TL_F32,
                              .n_blocks = 1,
@@ -797,7 +798,8 @@ TEST(memory_of_other_splits_is_not_touched)
         ((float *)(void *)v)[i] = rng_unit(&rng), ((float *)(void *)k)[i / 2] = rng_unit(&rng);
     for (uint32_t i = 0; i < T; i++)
         ((uint32_t *)(void *)table)[i] = i;
-    const tl_kv_view view = {.k = k,
+    const tl_kv_view view = {.size = sizeof view,
+                             .k = k,
                              .v = v,
                              .dtype = TL_F32,
                              .n_blocks = T,
@@ -1294,7 +1296,8 @@ static void bad_fresh(struct bad *x, struct bad_memory *m, tl_pool *tp)
     for (uint32_t i = 0; i < BAD_B * BAD_TABLE; i++)
         m->tables[i] = i % BAD_BLOCKS;
     *x = (struct bad){.m = m, .first = 1, .n = BAD_N, .states = m->states};
-    x->view = (tl_kv_view){.k = m->k,
+    x->view = (tl_kv_view){.size = sizeof(tl_kv_view),
+                        .k = m->k,
                            .v = m->v,
                            .dtype = TL_F32,
                            .n_blocks = BAD_BLOCKS,

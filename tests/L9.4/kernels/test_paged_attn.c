@@ -506,14 +506,16 @@ TEST(close_to_double_at_every_head_width)
     }
 }
 
-/* Wider than what a job holds of values: columns in pieces, a walk for each, from the window's edge
- * and over two splits. */
-TEST(heads_wider_than_the_buffers)
+/* From the window's edge and over two splits. */
+TEST(heads_as_wide_as_may_be)
 {
     static const struct {
         int64_t H, D, block_tokens, window;
     /* 25 of 1040: from 1015 on */
-    } rows[] = {{1, 4096, 7, 25}, {2, 4097, 16, 25}, {1, 4100, 16, 0}, {1, 8200, 100, 25}};
+    } rows[] = {{1, TL_MAX_HEAD_DIM, 7, 25},
+                {2, TL_MAX_HEAD_DIM - 1, 16, 25},
+                {1, TL_MAX_HEAD_DIM, 16, 0},
+                {1, TL_MAX_HEAD_DIM - 16, 100, 25}};
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
         const struct paged_spec spec = {.B = 1,
                                         .H = rows[i].H,

@@ -174,7 +174,8 @@ static void make_view(struct rows *r)
     const struct rows_spec *s = &r->spec;
     const bool shared = s->layout == SHARED, beside = s->layout == SIDE_BY_SIDE;
     *r->view =
-        (tl_kv_view){.dtype = s->dtype,
+        (tl_kv_view){.size = sizeof(tl_kv_view),
+                        .dtype = s->dtype,
                      .n_blocks = r->n_blocks,
                      .n_kv_heads = s->Hkv,
                      .head_dim_k = s->Dk,
@@ -326,6 +327,7 @@ static struct rows rows_make(const struct rows_spec *spec)
     uint64_t rng = spec->seed * 0x9E3779B97F4A7C15u + 7;
     struct rows r = {.spec = *spec, .n_blocks = spec->snug ? 0 : 3};
     r.args = guarded(sizeof *r.args), r.view = guarded(sizeof *r.view);
+    r.view->size = sizeof *r.view;
     *r.args = (tl_paged_attn_args){.size = sizeof *r.args};
     r.cu = guarded((size_t)(spec->B + 1) * sizeof *r.cu),
     r.ctx = guarded((size_t)spec->B * sizeof *r.ctx);
@@ -701,11 +703,14 @@ TEST(long_sequences_with_and_without_a_workspace)
     }
 }
 
-/* Wider than what is kept of values on the stack, on either side. */
-TEST(heads_wider_than_any_buffer)
+/* Up to the widest that is promised, on either side. */
+TEST(heads_of_every_width_up_to_the_limit)
 {
-    static const int64_t widths[][2] = {
-        {1100, 1100}, {4100, 8}, {8, 4100}, {4097, 4097}, {33, 8200}};
+    static const int64_t widths[][2] = {{1100, 1100},
+                                        {TL_MAX_HEAD_DIM, 8},
+                                        {8, TL_MAX_HEAD_DIM},
+                                        {TL_MAX_HEAD_DIM, TL_MAX_HEAD_DIM},
+                                        {33, TL_MAX_HEAD_DIM - 1}};
     for (uint64_t i = 0; i < 5; i++)
         for (int64_t window = 0; window <= 25; window += 25) {
             const struct rows_spec spec = {.B = 2,
@@ -774,7 +779,7 @@ static void check_cut(const struct prompt *x, int64_t n, tl_pool *tp)
     const struct paged *c = &x->c;
     const int64_t row = c->H * c->D;
     float *out = painted(x->T * row);
-    tl_kv_view view;
+    tl_kv_view view = {.size = sizeof view};
     CHECK_STATUS(tl_kv_pool_view(c->kv, c->layer, &view), TL_OK);
     poison_pool(c->kv, &c->cfg);
     for (int64_t at = 0; at < x->T; at += n) {
@@ -1385,7 +1390,8 @@ struct one_row {
 
 static void one_row_call(const struct one_row *x, float *out, float *lse)
 {
-    const tl_kv_view view = {.k = x->dots,
+    const tl_kv_view view = {.size = sizeof view,
+                             .k = x->dots,
                              .v = x->v,
                              .dtype = TL_F32,
                              .n_blocks = 1,
@@ -1484,7 +1490,8 @@ TEST(alibi_beyond_the_integers_of_f32)
         memory[slot] = 0, memory[B_TOKENS + slot] = tl_f32_to_f16((float)i);
         sum += exp(-(double)slope * i), mean += exp(-(double)slope * i) * i;
     }
-    const tl_kv_view view = {.k = memory,
+    const tl_kv_view view = {.size = sizeof view,
+                             .k = memory,
                              .v = memory + B_TOKENS,
                              .dtype = TL_F16,
                              .n_blocks = 1,
@@ -1633,7 +1640,8 @@ TEST(an_empty_batch_reads_and_writes_nothing)
     float *out = painted(4);
     const int32_t cu[] = {0};
     tl_pool *tp = make_threads(2);
-    tl_kv_view view = {.k = edge,
+    tl_kv_view view = {.size = sizeof view,
+                             .k = edge,
                        .v = edge,
                        .dtype = TL_F16,
                        .n_blocks = 4,
@@ -1818,7 +1826,8 @@ static void bad_fresh(struct bad *x, struct bad_memory *m, tl_pool *tp)
     for (uint32_t i = 0; i < BAD_B * BAD_TABLE; i++)
         m->tables[i] = i % BAD_BLOCKS;
     *x = (struct bad){.m = m};
-    x->view = (tl_kv_view){.k = m->k,
+    x->view = (tl_kv_view){.size = sizeof(tl_kv_view),
+                        .k = m->k,
                            .v = m->v,
                            .dtype = TL_F32,
                            .n_blocks = BAD_BLOCKS,
@@ -2303,19 +2312,22 @@ TEST(the_view_of_a_pool_names_its_memory)
     static const tl_kv_cfg cfgs[] = {{5, 7, 3, 2, 9, TL_F16, TL_KV_FORMAT_V1},
                                      {1, 1, 1, 1, 1, TL_F16, TL_KV_FORMAT_V1},
                                      {9, 16, 2, 8, 64, TL_F16, TL_KV_FORMAT_V1}};
-    CHECK(sizeof(tl_kv_view) == 112, "a view of %zu bytes", sizeof(tl_kv_view));
+    CHECK(sizeof(tl_kv_view) == 184, "a view of %zu bytes", sizeof(tl_kv_view));
     for (int i = 0; i < 3; i++) {
         const tl_kv_cfg *cfg = &cfgs[i];
         tl_kv_pool *kv = make_pool(cfg);
         for (uint32_t layer = 0; layer < cfg->n_layers; layer++) {
             tl_kv_view *view = guarded(sizeof *view);
             memset(view, 0xA5, sizeof *view);
+            view->size = sizeof *view;
             tl_set_last_error("kept");
             CHECK_STATUS(tl_kv_pool_view(kv, layer, view), TL_OK);
             CHECK(strcmp(tl_last_error(), "kept") == 0, "success set the slot: %s",
                   tl_last_error());
             CHECK(view->dtype == TL_F16 && view->reserved == 0, "dtype %d, reserved %u",
                   view->dtype, view->reserved);
+            CHECK(view->size == sizeof *view && !view->k_scale && !view->v_scale,
+                  "pool %d: size %llu, scales", i, (unsigned long long)view->size);
             CHECK(view->n_blocks == cfg->n_blocks && view->block_tokens == cfg->block_tokens &&
                       view->n_kv_heads == cfg->n_kv_heads && view->head_dim_k == cfg->head_dim &&
                       view->head_dim_v == cfg->head_dim,
@@ -2340,7 +2352,9 @@ TEST(no_view_of_what_is_not_there)
 {
     tl_kv_pool *kv = make_pool(&(const tl_kv_cfg){2, 4, 3, 1, 5, TL_F16, TL_KV_FORMAT_V1});
     tl_kv_view view, before;
-    memset(&view, 0xA5, sizeof view), memset(&before, 0xA5, sizeof before);
+    memset(&view, 0xA5, sizeof view);
+    view.size = sizeof view;
+    memcpy(&before, &view, sizeof before);
     static const uint32_t layers[] = {3, 4, UINT32_MAX, 0x80000000u};
     for (int i = 0; i < 4; i++) {
         CHECK_STATUS(tl_kv_pool_view(kv, layers[i], &view), TL_EINVAL);
@@ -2353,6 +2367,13 @@ TEST(no_view_of_what_is_not_there)
     tl_set_last_error("");
     CHECK_STATUS(tl_kv_pool_view(kv, 0, NULL), TL_EINVAL);
     CHECK(error_names("tl_kv_pool_view"), "\"%s\"", tl_last_error());
+    static const uint64_t sizes[] = {0, 8, 112, sizeof view - 8, sizeof view + 8, UINT64_MAX};
+    for (int i = 0; i < 6; i++) {
+        view.size = before.size = sizes[i];
+        CHECK_STATUS(tl_kv_pool_view(kv, 0, &view), TL_EINVAL);
+        CHECK(error_names("tl_kv_pool_view") && strstr(tl_last_error(), "size"), "\"%s\"",
+              tl_last_error());
+    }
     CHECK(memcmp(&view, &before, sizeof view) == 0, "the view was written");
     tl_kv_pool_destroy(kv);
 }

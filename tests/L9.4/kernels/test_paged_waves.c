@@ -27,6 +27,7 @@ static void waves_make(struct waves_case *w, const int32_t *ctx, const int32_t *
     memset(w, 0, sizeof *w);
     const tl_kv_cfg cfg = {(uint32_t)(3 * most), BLOCK, 1, HKV, D, TL_F16, TL_KV_FORMAT_V1};
     CHECK_STATUS(tl_kv_pool_create(&cfg, &w->kv), TL_OK);
+    w->view.size = sizeof w->view;
     CHECK_STATUS(tl_kv_pool_view(w->kv, 0, &w->view), TL_OK);
     uint16_t *data = tl_kv_block_ptr(w->kv, 0, 0, 0);
     static uint16_t noise[4099];
