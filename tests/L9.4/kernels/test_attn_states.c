@@ -3,7 +3,7 @@
  * any calls, merge into the bits of one call; a state is what attention.h says it is; a call reads
  * nothing of other splits; what is refused.
  *
- * Words. case (struct job): the arguments of one step, with a memory of its own. shown: the splits
+ * Words. span: the positions of one state, TL_ATTN_SPLIT or TL_ATTN_STRETCH. case (struct job): the arguments of one step, with a memory of its own. shown: the splits
  * whose positions hold their values in that memory just now; everything else in it is poison, and
  * entries that hold nothing shown are garbage.
  * piece: one call of tl_paged_attn_states_f32, and so one part of a merge. state: 2 + Dv floats, m,
@@ -18,6 +18,7 @@
 #define MERGE "tl_attn_merge_f32"
 #define MAX_B 6
 #define MAX_PIECES 8
+#define SPLITS_IN_STRETCH (TL_ATTN_STRETCH / TL_ATTN_SPLIT)
 
 /* ---- a case ---- */
 
@@ -46,8 +47,9 @@ struct job {
     int64_t table_stride, q_span;
     float *q, *slopes, *sink_logits;
     tl_paged_attn_args args;
-    float *states;           /* [total, H, n_splits, 2 + Dv], by ref_split */
-    float *want, *want_lse;  /* by tl_paged_attn_f32 */
+    float *states;           /* [total, H, n_splits, 2 + Dv], by ref_piece */
+    float *stretches;        /* the same of stretches, up to the last that holds a position */
+    float *want, *want_lse;  /* by tl_paged_attn_f32, which is held to ref_row */
 };
 
 static int64_t dim_v(const struct job_spec *s)
@@ -58,6 +60,18 @@ static int64_t dim_v(const struct job_spec *s)
 static int64_t state_width(const struct job *x)
 {
     return 2 + dim_v(&x->spec);
+}
+
+/* How many splits a state of that span holds; 0 stands for TL_ATTN_SPLIT. */
+static int64_t splits_in(int64_t span)
+{
+    return span ? span / TL_ATTN_SPLIT : 1;
+}
+
+/* States up to the last that holds a position. */
+static int64_t n_states_of(const struct job *x, int64_t span)
+{
+    return blocks_of(x->n_splits, splits_in(span));
 }
 
 static int64_t rows_of(const struct job *x)
@@ -242,34 +256,53 @@ static struct ref_row row_of(const struct job *x, int64_t s, int64_t i, int64_t 
                             .slope = x->spec.alibi ? x->slopes + h : NULL};
 }
 
-/* What a row must leave of one split. */
-static void want_state(const struct ref_row *row, int64_t split, float *state)
+/* What every row must leave of every piece of that span: the caller frees it. */
+static float *wanted_states(const struct job *x, int64_t span)
 {
-    const int64_t from = max64(row->lo, split * TL_ATTN_SPLIT),
-                  to = min64(row->hi, split * TL_ATTN_SPLIT + TL_ATTN_SPLIT - 1);
-    struct ref_state got = {-INFINITY, 0, state + 2};
-    memset(state, 0, (size_t)(2 + ref_width(row)) * sizeof *state);
-    if (from <= to)
-        ref_split(row, from, to, &got);
-    state[0] = got.m, state[1] = got.L;
+    const int64_t width = state_width(x), H = x->spec.H, n = n_states_of(x, span);
+    float *states = floats(rows_of(x) * n * width), *state = states;
+    for (int64_t s = 0; s < x->spec.B; s++)
+        for (int64_t at = 0; at < x->spec.q_len[s] * H * n; at++, state += width) {
+            const struct ref_row row = row_of(x, s, at / n / H, at / n % H);
+            struct ref_state got = {.a = state + 2};
+            ref_piece(&row, at % n * span, span, &got);
+            state[0] = got.m, state[1] = got.L;
+        }
+    return states;
+}
+
+static void check_whole_rows(const struct job *x)
+{
+    const int64_t H = x->spec.H, Dv = dim_v(&x->spec);
+    float *want = floats(Dv), m, L;
+    for (int64_t s = 0; s < x->spec.B; s++)
+        for (int64_t i = 0; i < x->spec.q_len[s] * H; i++) {
+            struct ref_row row = row_of(x, s, i / H, i % H);
+            const int64_t at = x->cu[s] * H + i;
+            row.sink = x->args.sink_logits ? x->sink_logits + i % H : NULL;
+            ref_row(&row, want, &m, &L);
+            CHECK_SAME(x->want + at * Dv, want, Dv, "one call, sequence %lld, row %lld: %s",
+                       (long long)s, (long long)i, describe(x));
+            CHECK(lse_close(x->want_lse[at], m, L), "lse %.9g for %.9g + log(%.9g): %s",
+                  (double)x->want_lse[at], (double)m, (double)L, describe(x));
+        }
+    free(want);
 }
 
 static void make_wanted(struct job *x)
 {
-    const int64_t width = state_width(x), H = x->spec.H;
-    x->states = floats(rows_of(x) * x->n_splits * width);
-    for (int64_t s = 0; s < x->spec.B; s++)
-        for (int64_t at = 0; at < x->spec.q_len[s] * H; at++) {
-            const struct ref_row row = row_of(x, s, at / H, at % H);
-            for (int64_t split = 0; split < x->n_splits; split++)
-                want_state(&row, split,
-                           x->states + ((x->cu[s] * H + at) * x->n_splits + split) * width);
-        }
+    x->states = wanted_states(x, TL_ATTN_SPLIT), x->stretches = wanted_states(x, TL_ATTN_STRETCH);
     x->want = floats(rows_of(x) * dim_v(&x->spec)), x->want_lse = floats(rows_of(x));
     tl_paged_attn_args whole = x->args;
     whole.view = &x->view, whole.out = x->want, whole.lse = x->want_lse;
     show_all(x);
     CHECK(tl_paged_attn_f32(&whole) == TL_OK, "\"%s\": %s", tl_last_error(), describe(x));
+    check_whole_rows(x);
+}
+
+static void free_wanted(struct job *x)
+{
+    free(x->states), free(x->stretches), free(x->want), free(x->want_lse);
 }
 
 static struct job job_make(const struct job_spec *spec)
@@ -308,7 +341,7 @@ static void job_free(struct job *x)
     guarded_free(x->q, (size_t)x->q_span * sizeof *x->q);
     guarded_free(x->slopes, (size_t)x->spec.H * sizeof *x->slopes);
     guarded_free(x->sink_logits, (size_t)x->spec.H * sizeof *x->sink_logits);
-    free(x->states), free(x->want), free(x->want_lse);
+    free_wanted(x);
 }
 
 /* ---- running it ---- */
@@ -319,53 +352,58 @@ static bool same_number(float a, float b)
     return float_bits(a) == float_bits(b) || (isnan(a) && isnan(b));
 }
 
-/* States of splits first .. first + n - 1 against the reference; empty ones behind the last
- * position. */
-static void check_states(const struct job *x, const float *states, int64_t first, int64_t n)
+/* One call: splits first .. first + n - 1, in states of that span. */
+struct piece {
+    int64_t first, n, span;
+};
+static const struct piece two = {0, 2, 0};
+
+static int64_t piece_size(const struct job *x, struct piece p)
 {
-    const int64_t width = state_width(x);
+    return rows_of(x) * (p.n / splits_in(p.span)) * state_width(x);
+}
+
+/* Its states against the reference; empty ones behind the last position. */
+static void check_states(const struct job *x, const float *states, struct piece p)
+{
+    const int64_t width = state_width(x), per = splits_in(p.span), n = p.n / per,
+                  there = n_states_of(x, p.span);
+    const float *const wanted = per == 1 ? x->states : x->stretches;
     for (int64_t at = 0; at < rows_of(x) * n * width; at++) {
-        const int64_t row = at / width / n, split = first + at / width % n, i = at % width;
-        const bool there = split < x->n_splits;
-        const float want = there    ? x->states[(row * x->n_splits + split) * width + i]
-                           : i == 0 ? -INFINITY
-                                    : 0;
+        const int64_t row = at / width / n, index = p.first / per + at / width % n, i = at % width;
+        const float want = index < there ? wanted[(row * there + index) * width + i]
+                           : i == 0      ? -INFINITY
+                                         : 0;
         if (!same_number(states[at], want))
             CHECK_BITS(states[at], want,
-                       "%s: %s of the state of row %lld, head %lld, split %lld (of a call from "
-                       "%lld on, %lld splits): %s",
+                       "%s: %s of the state of row %lld, head %lld, number %lld of %lld splits (of "
+                       "a call from split %lld on, %lld splits): %s",
                        tl_isa_name(),
                        i == 0   ? "m"
                        : i == 1 ? "L"
                                 : "a",
-                       (long long)(row / x->spec.H), (long long)(row % x->spec.H), (long long)split,
-                       (long long)first, (long long)n, describe(x));
+                       (long long)(row / x->spec.H), (long long)(row % x->spec.H), (long long)index,
+                       (long long)per, (long long)p.first, (long long)p.n, describe(x));
     }
 }
 
-static tl_status states_call(const struct job *x, int64_t first, int64_t n, float *states,
-                             tl_pool *tp)
+static tl_status states_call(const struct job *x, struct piece p, float *states, tl_pool *tp)
 {
     tl_paged_attn_args args = x->args;
-    args.view = &x->view, args.tp = tp;
-    return tl_paged_attn_states_f32(&args, first, n, states);
-}
-
-static int64_t piece_size(const struct job *x, int64_t n)
-{
-    return rows_of(x) * n * state_width(x);
+    args.view = &x->view, args.tp = tp, args.state_span = p.span;
+    return tl_paged_attn_states_f32(&args, p.first, p.n, states);
 }
 
 /* Into fresh paint, with nothing but those splits shown: all written, nothing else. The caller
  * frees it (painted_free). */
-static float *states_run(const struct job *x, int64_t first, int64_t n, tl_pool *tp)
+static float *states_run(const struct job *x, struct piece p, tl_pool *tp)
 {
-    float *states = painted(piece_size(x, n));
-    show(x, first, n);
-    CHECK(states_call(x, first, n, states, tp) == TL_OK, "\"%s\", splits from %lld on, %lld: %s",
-          tl_last_error(), (long long)first, (long long)n, describe(x));
+    float *states = painted(piece_size(x, p));
+    show(x, p.first, p.n);
+    CHECK(states_call(x, p, states, tp) == TL_OK, "\"%s\", splits from %lld on, %lld, span %lld: %s",
+          tl_last_error(), (long long)p.first, (long long)p.n, (long long)p.span, describe(x));
     CHECK(rim_intact(states), "the rim was written: %s", describe(x));
-    check_states(x, states, first, n); /* which sees what was not written */
+    check_states(x, states, p); /* which sees what was not written */
     return states;
 }
 
@@ -374,10 +412,16 @@ struct division {
     tl_attn_part part[MAX_PIECES];
 };
 
+static struct piece piece_of(const tl_attn_part *part)
+{
+    return (struct piece){part->first_split, part->n_splits, part->span};
+}
+
 static void division_free(const struct job *x, struct division *d)
 {
     for (int i = 0; i < d->n; i++)
-        painted_free((float *)(uintptr_t)d->part[i].states, piece_size(x, d->part[i].n_splits));
+        painted_free((float *)(uintptr_t)d->part[i].states,
+                     piece_size(x, piece_of(&d->part[i])));
 }
 
 /* A pool of n threads, made once. */
@@ -390,22 +434,24 @@ static tl_pool *threads(int n)
     return pools[n];
 }
 
-/* One piece for each of sizes[0 .. n-1], the others' splits hidden from it; each on another
- * instruction set and another number of threads, the last piece first. */
+/* One piece for each of sizes[0 .. n-1], in splits, or negative in stretches; the others' splits
+ * hidden from it; each on another instruction set and another number of threads, the last piece
+ * first. */
 static struct division divide(const struct job *x, const int64_t *sizes, int n)
 {
     struct division d = {.n = n};
     int n_isas = 0;
     while (isa_select(n_isas))
         n_isas++;
-    for (int i = 0; i < n; i++)
-        d.part[i] = (tl_attn_part){.first_split =
-                                       i ? d.part[i - 1].first_split + d.part[i - 1].n_splits : 0,
-                                   .n_splits = sizes[i]};
+    for (int64_t i = 0, first = 0; i < n; first += d.part[i].n_splits, i++)
+        d.part[i] = (tl_attn_part){
+            .first_split = first,
+            .n_splits = sizes[i] < 0 ? -sizes[i] * SPLITS_IN_STRETCH : sizes[i],
+            .span = sizes[i] < 0 ? TL_ATTN_STRETCH : i % 2 ? TL_ATTN_SPLIT : 0};
     for (int i = n - 1; i >= 0; i--) {
         const int turn = i + (int)(x->spec.seed % 12);
         isa_select(turn % n_isas);
-        d.part[i].states = states_run(x, d.part[i].first_split, d.part[i].n_splits,
+        d.part[i].states = states_run(x, piece_of(&d.part[i]),
                                       turn % 3 ? threads(1 + turn % MAX_THREADS) : NULL);
     }
     isa_restore();
@@ -462,6 +508,21 @@ static void check_divisions(const struct job *x)
     check_division(x, (const int64_t[]){1, S + 4, 2}, 3);
     if (S > 2)
         check_division(x, (const int64_t[]){S - 1, 1}, 2);
+    check_division(x, (const int64_t[]){-1}, 1);
+}
+
+/* A context over stretches: of splits, of stretches, and of both, cut where stretches begin and
+ * where they do not. */
+static void check_long_divisions(const struct job *x)
+{
+    const int64_t S = x->n_splits, T = n_states_of(x, TL_ATTN_STRETCH);
+    check_division(x, (const int64_t[]){S}, 1);
+    check_division(x, (const int64_t[]){-T}, 1);
+    check_division(x, (const int64_t[]){-T - 1, 3}, 2);
+    check_division(x, (const int64_t[]){-1, S - 16 + 2}, 2);
+    check_division(x, (const int64_t[]){16, -T}, 2);
+    check_division(x, (const int64_t[]){5, 11, -1, 1, 7, 8, -T}, 7);
+    check_division(x, (const int64_t[]){15, 2, 15, -1, -1}, 5);
 }
 
 static void check_spec(const struct job_spec *spec)
@@ -551,6 +612,181 @@ TEST(splits_that_some_rows_of_a_call_see)
     }
 }
 
+/* Around the edges of stretches, windows that leave whole stretches out, begin in one or end
+ * there. */
+TEST(contexts_over_stretches_have_the_bits_of_one_call)
+{
+    static const struct {
+        int64_t ctx, window, q_len;
+    } cases[] = {{16384, 0, 1},     {16385, 0, 3},  {16390, 20, 9},     {32768, 16384, 2},
+                 {32769, 16384, 2}, {33000, 0, 1},  {33000, 17000, 1},  {33000, 700, 2},
+                 {32770, 16386, 5}, {40000, 0, 1},  {49153, 16400, 3},  {20000, 0, 1}};
+    static const int64_t blocks[] = {33, 16, 3000, 1};
+    static const int32_t dtypes[] = {TL_F16, TL_F32, TL_BF16};
+    for (uint64_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        const struct job_spec spec = {.B = 2,
+                                      .H = 2,
+                                      .Hkv = 1,
+                                      .Dk = 3,
+                                      .Dv = i % 2 ? 2 : 5,
+                                      .block_tokens = blocks[i % 4],
+                                      .window = cases[i].window,
+                                      .q_len = {cases[i].q_len, 1},
+                                      .ctx = {cases[i].ctx, i % 3 ? 17000 : 30},
+                                      .dtype = dtypes[i % 3],
+                                      .data = i % 4 == 1 ? DATA_RISING : DATA_PLAIN,
+                                      .softcap = i % 5 == 1 ? 2.5f : 0,
+                                      .alibi = i % 4 == 2,
+                                      .sinks = i % 2,
+                                      .seed = 400 + i};
+        struct job x = job_make(&spec);
+        check_long_divisions(&x);
+        job_free(&x);
+    }
+}
+
+/* A rank that owns a stretch has the table of its blocks and no other, and K and V of them. */
+TEST(a_part_of_the_table_is_enough_for_its_stretch)
+{
+    static const int64_t blocks[] = {16, 33, 5000, 1}, windows[] = {0, 17000, 700};
+    for (uint64_t i = 0; i < 12; i++) {
+        const struct job_spec spec = {.B = 2,
+                                      .H = 2,
+                                      .Hkv = 1,
+                                      .Dk = 3,
+                                      .block_tokens = blocks[i % 4],
+                                      .window = windows[i % 3],
+                                      .q_len = {2, 1},
+                                      .ctx = {33000, 16500},
+                                      .dtype = TL_F16,
+                                      .seed = 440 + i};
+        struct job x = job_make(&spec);
+        const int64_t b = spec.block_tokens;
+        for (int64_t k = 0; k < 4; k++) {
+            const int64_t first = k * TL_ATTN_STRETCH / b, last = ((k + 1) * TL_ATTN_STRETCH - 1) / b,
+                          n = last - first + 1;
+            const struct piece whole = {16 * k, 16, TL_ATTN_STRETCH}, splits = {16 * k, 16, 0};
+            uint32_t *part = guarded((size_t)(2 * n) * sizeof *part);
+            show(&x, 16 * k, 16);
+            for (int64_t j = 0; j < 2 * n; j++) {
+                const int64_t at = first + j % n;
+                part[j] = at < x.table_stride ? x.hidden[j / n * x.table_stride + at]
+                                              : garbage_id(j, (uint32_t)x.n_blocks);
+            }
+            struct job rank = x;
+            rank.args.block_tables = part, rank.args.table_stride = n, rank.args.first_block = first;
+            for (int t = 0; t < 2; t++) {
+                const struct piece p = t ? whole : splits;
+                float *states = painted(piece_size(&x, p));
+                CHECK(states_call(&rank, p, states, t ? threads(3) : NULL) == TL_OK,
+                      "\"%s\": stretch %lld, blocks from %lld on, %lld: %s", tl_last_error(),
+                      (long long)k, (long long)first, (long long)n, describe(&x));
+                check_states(&x, states, p);
+                CHECK(rim_intact(states), "the rim was written");
+                painted_free(states, piece_size(&x, p));
+            }
+            guarded_free(part, (size_t)(2 * n) * sizeof *part);
+        }
+        job_free(&x);
+    }
+}
+
+/* 40 blocks of 1000: positions of stretch 1 lie in blocks 16 to 32. */
+TEST(a_part_of_the_table_that_misses_a_visible_position_is_refused)
+{
+    const struct job_spec spec = {.B = 2,
+                                  .H = 1,
+                                  .Hkv = 1,
+                                  .Dk = 2,
+                                  .block_tokens = 1000,
+                                  .q_len = {1, 1},
+                                  .ctx = {10, 39500},
+                                  .dtype = TL_F16,
+                                  .seed = 460};
+    struct job x = job_make(&spec);
+    static const struct {
+        int64_t window, first_block, n;
+        tl_status want;
+    } cases[] = {{0, 16, 17, TL_OK},         {0, 17, 17, TL_EINVAL},     {0, 16, 16, TL_EINVAL},
+                 {0, 0, 33, TL_OK},          {0, 0, 32, TL_EINVAL},      {0, 33, 7, TL_EINVAL},
+                 {22501, 17, 16, TL_EINVAL}, {22500, 17, 16, TL_OK},     {8000, 31, 2, TL_OK},
+                 {8000, 32, 1, TL_EINVAL},   {6000, 40, 1, TL_OK},       {0, 16, 1, TL_EINVAL}};
+    const struct piece p = {16, 16, TL_ATTN_STRETCH};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        const int64_t n = cases[i].n;
+        uint32_t *part = guarded((size_t)(2 * n) * sizeof *part);
+        float *states = painted(piece_size(&x, p));
+        show_all(&x);
+        for (int64_t j = 0; j < 2 * n; j++) {
+            const int64_t at = cases[i].first_block + j % n;
+            part[j] = j >= n && at < x.table_stride ? x.tables[x.table_stride + at] : UINT32_MAX;
+        }
+        struct job rank = x;
+        rank.args.block_tables = part, rank.args.table_stride = n;
+        rank.args.first_block = cases[i].first_block, rank.args.window = cases[i].window;
+        const tl_status got = states_call(&rank, p, states, NULL);
+        CHECK(got == cases[i].want, "case %zu: %s, \"%s\"", i, tl_status_str(got), tl_last_error());
+        CHECK(got == TL_OK || (error_names(STATES) && error_mentions(1)), "case %zu: \"%s\"", i,
+              tl_last_error());
+        CHECK(got == TL_OK || all_paint(states, piece_size(&x, p)), "case %zu: written", i);
+        guarded_free(part, (size_t)(2 * n) * sizeof *part);
+        painted_free(states, piece_size(&x, p));
+    }
+    job_free(&x);
+}
+
+/* The widest values are taken, and one more is not, with everything else in order. */
+TEST(head_widths_end_where_the_header_says)
+{
+    enum { MOST = TL_MAX_HEAD_DIM + 1 };
+    float *kv = floats(MOST), *q = floats(MOST), *states = painted(2 + MOST);
+    const int32_t ctx = 1;
+    const uint32_t table = 0;
+    for (int i = 0; i < 4; i++) {
+        const int64_t dk = i & 1 ? MOST : MOST - 1, dv = i & 2 ? MOST : MOST - 1;
+        const tl_kv_view view = {.size = sizeof view,
+                                 .k = kv,
+                                 .v = kv,
+                                 .dtype = TL_F32,
+                                 .n_blocks = 1,
+                                 .block_tokens = 1,
+                                 .n_kv_heads = 1,
+                                 .head_dim_k = dk,
+                                 .head_dim_v = dv,
+                                 .k_block_stride = dk,
+                                 .k_head_stride = dk,
+                                 .k_token_stride = dk,
+                                 .v_block_stride = dv,
+                                 .v_head_stride = dv,
+                                 .v_token_stride = dv};
+        tl_paged_attn_args args = {.size = sizeof args,
+                                   .view = &view,
+                                   .q = q,
+                                   .q_token_stride = dk,
+                                   .q_head_stride = dk,
+                                   .B = 1,
+                                   .H = 1,
+                                   .ctx_lens = &ctx,
+                                   .block_tables = &table,
+                                   .table_stride = 1,
+                                   .scale = 1};
+        repaint(states, 2 + MOST);
+        CHECK_STATUS(tl_paged_attn_states_f32(&args, 0, 1, states), i ? TL_EUNSUPPORTED : TL_OK);
+        CHECK(i == 0 || (error_names(STATES) && error_mentions(MOST)), "\"%s\"", tl_last_error());
+        CHECK(i == 0 || all_paint(states, 2 + MOST), "states were written");
+    }
+    const tl_attn_part part = {floats(2 + MOST), 0, 1, 0};
+    for (int64_t dim = MOST - 1; dim <= MOST; dim++) {
+        repaint(states, 2 + MOST);
+        CHECK_STATUS(tl_attn_merge_f32(&part, 1, 1, 1, dim, NULL, states, NULL, NULL),
+                     dim == MOST ? TL_EUNSUPPORTED : TL_OK);
+        CHECK(dim < MOST || (error_names(MERGE) && error_mentions(MOST)), "\"%s\"",
+              tl_last_error());
+        CHECK(dim < MOST || all_paint(states, 2 + MOST), "out was written");
+    }
+    free((float *)(uintptr_t)part.states), free(kv), free(q), painted_free(states, 2 + MOST);
+}
+
 TEST(heads_of_the_widest_values)
 {
     for (uint64_t i = 0; i < 3; i++) {
@@ -638,7 +874,7 @@ TEST(an_example_by_hand)
     /* 1024 = 341 * 3 + 1 values: 341 * 6 + 1; then six more, of 2 3 1 2 3 1 */
     static const float want[3][3] = {{0, 1024, 2047}, {0, 6, 12}, {-INFINITY, 0, 0}};
     CHECK_SAME(s[0], want[0], 9, "states");
-    const tl_attn_part parts[] = {{s[0], 0, 3}};
+    const tl_attn_part parts[] = {{s[0], 0, 3, 0}};
     CHECK_STATUS(tl_attn_merge_f32(parts, 1, 1, 1, 1, NULL, &out, &lse, NULL), TL_OK);
     CHECK(fabsf(out - 2059.0f / 1030) <= 0x1p-22f && fabsf(lse - logf(1030)) <= 0x1p-20f,
           "out %.9g, lse %.9g", (double)out, (double)lse);
@@ -718,7 +954,8 @@ TEST(states_are_close_to_double)
                                       .alibi = seed % 3 == 2,
                                       .seed = 100 + seed};
         struct job x = job_make(&spec);
-        float *states = states_run(&x, 0, x.n_splits, NULL);
+        const struct piece all = {0, x.n_splits, 0};
+        float *states = states_run(&x, all, NULL);
         for (int64_t s = 0; s < spec.B; s++)
             for (int64_t at = 0; at < spec.q_len[s] * spec.H * x.n_splits; at++) {
                 const int64_t split = at % x.n_splits, row = at / x.n_splits;
@@ -730,7 +967,7 @@ TEST(states_are_close_to_double)
                 if (from <= to)
                     check_state64(&r, from, to, state, describe(&x));
             }
-        painted_free(states, piece_size(&x, x.n_splits));
+        painted_free(states, piece_size(&x, all));
         job_free(&x);
     }
 }
@@ -753,12 +990,13 @@ TEST(a_split_that_a_row_does_not_see_is_minus_infinity_and_zeros)
                                   .seed = 120};
     struct job x = job_make(&spec);
     for (int f = 0; f < 8; f++) {
-        float *states = painted(piece_size(&x, 2));
+        const struct piece here = {firsts[f], 2, 0};
+        float *states = painted(piece_size(&x, here));
         if (firsts[f] < 4)
             show(&x, firsts[f], 2);
         else
             show(&x, 4, 1); /* nothing at all */
-        CHECK_STATUS(states_call(&x, firsts[f], 2, states, NULL), TL_OK);
+        CHECK_STATUS(states_call(&x, here, states, NULL), TL_OK);
         for (int64_t at = 0; at < rows_of(&x) * 2; at++) {
             const int64_t split = firsts[f] + at % 2, p = 2020 + at / 4;
             const bool sees = split <= 2 && split * 1024 <= p && split * 1024 + 1023 > p - 10;
@@ -771,7 +1009,7 @@ TEST(a_split_that_a_row_does_not_see_is_minus_infinity_and_zeros)
                 CHECK_BITS(state[i], 0.0f, "element %d, row at %lld, split %lld", i, (long long)p,
                            (long long)split);
         }
-        painted_free(states, piece_size(&x, 2));
+        painted_free(states, piece_size(&x, here));
     }
     job_free(&x);
 }
@@ -861,11 +1099,11 @@ TEST(members_that_are_not_used_are_not_looked_at)
                                   .sinks = true,
                                   .seed = 130};
     struct job x = job_make(&spec);
-    float *states = painted(piece_size(&x, 2));
+    float *states = painted(piece_size(&x, two));
     static const int64_t strides[] = {0, -1, INT64_MIN, INT64_MAX, 1};
     show_all(&x);
     for (int i = 0; i < 5; i++) {
-        repaint(states, piece_size(&x, 2));
+        repaint(states, piece_size(&x, two));
         x.args.out = i % 2    ? NULL
                      : i == 4 ? states
                               : (float *)16,
@@ -874,10 +1112,10 @@ TEST(members_that_are_not_used_are_not_looked_at)
         x.args.out_token_stride = strides[i], x.args.out_head_stride = strides[4 - i];
         x.args.workspace = i % 2 ? (void *)13 : states,
         x.args.workspace_bytes = i < 2 ? SIZE_MAX : 4;
-        CHECK_STATUS(states_call(&x, 0, 2, states, NULL), TL_OK);
-        check_states(&x, states, 0, 2);
+        CHECK_STATUS(states_call(&x, two, states, NULL), TL_OK);
+        check_states(&x, states, two);
     }
-    painted_free(states, piece_size(&x, 2));
+    painted_free(states, piece_size(&x, two));
     job_free(&x);
 }
 
@@ -907,7 +1145,7 @@ TEST(nan_and_infinite_scores_reach_the_merged_row)
             x.q[row * 6 + 2] = 1; /* of head 0 */
         if (j >= first_needed(&x, 0))
             x.k[0][j * 3 + 2] = bad[i % 2]; /* head 0 alone */
-        free(x.states), free(x.want), free(x.want_lse);
+        free_wanted(&x);
         make_wanted(&x);
         for (int64_t at = 0; at < 4; at++) {
             const int64_t p = 2098 + at / 2;
@@ -919,6 +1157,43 @@ TEST(nan_and_infinite_scores_reach_the_merged_row)
                            (long long)at, (long long)j);
         }
         check_divisions(&x);
+        job_free(&x);
+    }
+}
+
+/* The same in each stretch, at its ends and inside; and a stretch of nothing but -inf is as if it
+ * were not there. */
+TEST(special_scores_in_one_stretch_reach_the_row)
+{
+    static const float bad[] = {NAN, INFINITY, -INFINITY};
+    static const int64_t where[] = {0, 16383, 16384, 20000, 32767, 32768, 32999};
+    for (int i = 0; i < 21; i++) {
+        const struct job_spec spec = {.B = 1,
+                                      .H = 2,
+                                      .Hkv = 2,
+                                      .Dk = 2,
+                                      .Dv = 3,
+                                      .block_tokens = 100,
+                                      .window = i % 4 == 3 ? 17000 : 0,
+                                      .q_len = {1},
+                                      .ctx = {33000},
+                                      .dtype = TL_F32,
+                                      .sinks = i % 3 == 1,
+                                      .seed = 470 + (uint64_t)i};
+        struct job x = job_make(&spec);
+        const int64_t j = where[i / 3], stretch = j / TL_ATTN_STRETCH * TL_ATTN_STRETCH;
+        const bool all = bad[i % 3] < 0; /* -inf: the whole stretch */
+        x.q[1] = 1; /* of head 0 */
+        for (int64_t at = all ? stretch : j; at < (all ? stretch + TL_ATTN_STRETCH : j + 1); at++)
+            if (at >= first_needed(&x, 0) && at < 33000)
+                x.k[0][at * 2 + 1] = bad[i % 3];
+        free_wanted(&x);
+        make_wanted(&x);
+        const bool none = !all && j >= first_needed(&x, 0);
+        CHECK(isnan(x.want_lse[0]) == none && !isnan(x.want_lse[1]), "lse %g and %g, %g at %lld",
+              (double)x.want_lse[0], (double)x.want_lse[1], (double)bad[i % 3], (long long)j);
+        check_division(&x, (const int64_t[]){-3}, 1);
+        check_division(&x, (const int64_t[]){7, 9, -1, 1}, 4);
         job_free(&x);
     }
 }
@@ -942,16 +1217,16 @@ TEST(states_of_special_numbers_have_the_same_bits_everywhere)
         struct job x = job_make(&spec);
         float *first = NULL;
         for (int i = 0; isa_select(i); i++) {
-            float *states = states_run(&x, 0, 2, i % 2 ? threads(2) : NULL);
+            float *states = states_run(&x, two, i % 2 ? threads(2) : NULL);
             if (first)
-                CHECK_SAME(states, first, piece_size(&x, 2), "%s for the first: %s", tl_isa_name(),
+                CHECK_SAME(states, first, piece_size(&x, two), "%s for the first: %s", tl_isa_name(),
                            describe(&x));
             if (first)
-                painted_free(states, piece_size(&x, 2));
+                painted_free(states, piece_size(&x, two));
             else
                 first = states;
         }
-        painted_free(first, piece_size(&x, 2));
+        painted_free(first, piece_size(&x, two));
         job_free(&x);
     }
 }
@@ -975,7 +1250,7 @@ TEST(rows_whose_scores_are_all_minus_infinity_are_empty)
             x.k[0][j] = -INFINITY;
         for (int64_t i = 0; i < 4; i++)
             x.q[i] = 1;
-        free(x.states), free(x.want), free(x.want_lse);
+        free_wanted(&x);
         make_wanted(&x);
         for (int64_t i = 0; i < 8; i++)
             CHECK(x.states[i * 5] == -INFINITY && x.states[i * 5 + 1] == 0, "m %g",
@@ -990,12 +1265,13 @@ TEST(rows_whose_scores_are_all_minus_infinity_are_empty)
 
 /* ---- merging by hand ---- */
 
-/* Random states of S splits, some empty, in parts of the given sizes. `odd`: -0, infinities and NaN
+/* S random states, some empty, in parts of the given sizes. `odd`: -0, infinities and NaN
  * among them. */
 struct heap {
     int64_t n_rows, H, dim, S;
     float *states; /* [n_rows][S][2 + dim] */
     float *sinks;
+    const int8_t *spans; /* [S] splits of each state, 1 or 16; NULL: splits */
 };
 
 static void random_state(float *state, int64_t dim, uint64_t *rng, bool odd)
@@ -1017,7 +1293,8 @@ static struct heap heap_make(int64_t n_rows, int64_t H, int64_t dim, int64_t S, 
 {
     uint64_t rng = seed * 31 + 5;
     struct heap x = {
-        n_rows, H, dim, S, floats(n_rows * S * (2 + dim)), guarded((size_t)H * sizeof(float))};
+        n_rows, H,   dim, S, floats(n_rows * S * (2 + dim)), guarded((size_t)H * sizeof(float)),
+        NULL};
     for (int64_t i = 0; i < n_rows * S; i++)
         random_state(x.states + i * (2 + dim), dim, &rng, odd);
     for (int64_t h = 0; h < H; h++)
@@ -1048,29 +1325,37 @@ static void want_row(const struct heap *x, int64_t row, const float *sink, float
                      float *L)
 {
     const int64_t width = 2 + x->dim;
-    float *a = floats(x->dim), *copy = floats(width);
-    struct ref_state run = {-INFINITY, 0, a};
-    for (int64_t split = 0; split < x->S; split++) {
-        memcpy(copy, x->states + (row * x->S + split) * width, (size_t)width * sizeof *copy);
+    float *buffer = floats(2 * x->dim), *copy = floats(width);
+    struct ref_state whole = {-INFINITY, 0, buffer}, stretch = {-INFINITY, 0, buffer + x->dim};
+    for (int64_t i = 0, split = 0; i < x->S; i++) {
+        memcpy(copy, x->states + (row * x->S + i) * width, (size_t)width * sizeof *copy);
         const struct ref_state next = {copy[0], copy[1], copy + 2};
-        ref_merge(&run, &next, x->dim);
+        ref_merge(&stretch, &next, x->dim);
+        split += x->spans ? x->spans[i] : 1;
+        if (split % SPLITS_IN_STRETCH == 0 || i == x->S - 1) {
+            ref_merge(&whole, &stretch, x->dim);
+            stretch.m = -INFINITY, stretch.L = 0;
+        }
     }
     if (sink && *sink != -INFINITY)
-        ref_sink(&run, *sink, x->dim);
-    const float inverse = 1.0f / run.L;
-    for (int64_t d = 0; d < x->dim; d++)
-        out[d] = run.L == 0 ? 0.0f : ref_canon(run.a[d] * inverse);
-    *m = run.m, *L = run.L;
-    free(a), free(copy);
+        ref_sink(&whole, *sink, x->dim);
+    ref_finish(&whole, x->dim, out);
+    *m = whole.m, *L = whole.L;
+    free(buffer), free(copy);
 }
 
+/* Parts of sizes[0 .. n-1] states, all of one part of one span. */
 static void check_heap(const struct heap *x, const int64_t *sizes, int n, bool sinks, tl_pool *tp)
 {
     tl_attn_part parts[MAX_PIECES];
     float *out = painted(x->n_rows * x->dim), *lse = painted(x->n_rows), *want = floats(x->dim), m,
           L;
-    for (int64_t i = 0, first = 0; i < n; first += sizes[i], i++)
-        parts[i] = (tl_attn_part){cut_part(x, first, sizes[i]), first, sizes[i]};
+    for (int64_t i = 0, first = 0, split = 0; i < n; first += sizes[i], i++) {
+        const int64_t per = x->spans ? x->spans[first] : 1;
+        parts[i] = (tl_attn_part){cut_part(x, first, sizes[i]), split, sizes[i] * per,
+                                  per == 1 && i % 2 ? 0 : per * TL_ATTN_SPLIT};
+        split += sizes[i] * per;
+    }
     CHECK_STATUS(
         tl_attn_merge_f32(parts, n, x->n_rows, x->H, x->dim, sinks ? x->sinks : NULL, out, lse, tp),
         TL_OK);
@@ -1078,8 +1363,9 @@ static void check_heap(const struct heap *x, const int64_t *sizes, int n, bool s
     for (int64_t row = 0; row < x->n_rows; row++) {
         want_row(x, row, sinks ? x->sinks + row % x->H : NULL, want, &m, &L);
         CHECK_SAME(out + row * x->dim, want, x->dim,
-                   "%s: row %lld of %lld, H %lld, dim %lld, %d parts", tl_isa_name(),
-                   (long long)row, (long long)x->n_rows, (long long)x->H, (long long)x->dim, n);
+                   "%s: row %lld of %lld, H %lld, dim %lld, %d parts of %lld states", tl_isa_name(),
+                   (long long)row, (long long)x->n_rows, (long long)x->H, (long long)x->dim, n,
+                   (long long)x->S);
         CHECK(lse_close(lse[row], m, L), "%s: lse of row %lld is %.9g for %.9g + log(%.9g)",
               tl_isa_name(), (long long)row, (double)lse[row], (double)m, (double)L);
     }
@@ -1106,6 +1392,59 @@ TEST(states_by_hand_merge_left_to_right)
     }
 }
 
+/* Splits of several stretches, and stretches among them. */
+TEST(states_by_hand_merge_within_stretches_first)
+{
+    enum { S = 40 }; /* 16 splits, a stretch, 15 splits and one more, two stretches, 5 splits */
+    int8_t mixed[S];
+    for (int i = 0; i < S; i++)
+        mixed[i] = i == 16 || i == 33 || i == 34 ? SPLITS_IN_STRETCH : 1;
+    static const int64_t mixed_sizes[][7] = {{16, 1, 16, 2, 5}, {7, 9, 1, 15, 1, 2, 5}};
+    static const int64_t sizes[][5] = {{40}, {16, 16, 8}, {15, 2, 23}, {1, 14, 2, 15, 8}};
+    static const int n_mixed[] = {5, 7}, n[] = {1, 3, 3, 5};
+    for (uint64_t seed = 0; seed < 12; seed++) {
+        struct heap x = heap_make(6, 3, seed % 3 ? 5 : 40, S, seed % 2, 300 + seed);
+        for (int isa = 0; isa_select(isa); isa++)
+            for (int i = 0; i < 4; i++) {
+                tl_pool *tp = i % 2 ? threads(1 + i) : NULL;
+                x.spans = NULL;
+                check_heap(&x, sizes[i], n[i], seed % 2, tp);
+                x.spans = mixed;
+                check_heap(&x, mixed_sizes[i % 2], n_mixed[i % 2], seed % 2, tp);
+            }
+        heap_free(&x);
+    }
+}
+
+/* A stretch with nothing in it is no state to be merged, in splits or as a stretch: -0 stays -0. */
+TEST(an_empty_stretch_takes_no_part)
+{
+    enum { S = 48 };
+    for (int empty = 0; empty < 3; empty++) {
+        float splits[S][3], stretches[3][3], out[3], lse[3];
+        for (int i = 0; i < S; i++)
+            splits[i][0] = -INFINITY, splits[i][1] = NAN, splits[i][2] = 7;
+        for (int k = 0; k < 3; k++) {
+            float *at = splits[16 * k + 5 * k];
+            if (k != empty)
+                at[0] = (float)k, at[1] = 1, at[2] = -0.0f;
+            memcpy(stretches[k], at, sizeof stretches[k]);
+        }
+        const tl_attn_part all[] = {{splits[0], 0, S, 0}, {stretches[0], 0, S, TL_ATTN_STRETCH}};
+        const tl_attn_part both[] = {{splits[0], 0, 16, 0}, {stretches[1], 16, 32, TL_ATTN_STRETCH}};
+        for (int isa = 0; isa_select(isa); isa++) {
+            CHECK_STATUS(tl_attn_merge_f32(all, 1, 1, 1, 1, NULL, out, lse, NULL), TL_OK);
+            CHECK_STATUS(tl_attn_merge_f32(all + 1, 1, 1, 1, 1, NULL, out + 1, lse + 1, NULL),
+                         TL_OK);
+            CHECK_STATUS(tl_attn_merge_f32(both, 2, 1, 1, 1, NULL, out + 2, lse + 2, NULL), TL_OK);
+            for (int i = 0; i < 3; i++) {
+                CHECK_BITS(out[i], -0.0f, "%s, empty %d, division %d", tl_isa_name(), empty, i);
+                CHECK_BITS(lse[i], lse[0], "%s, empty %d, division %d", tl_isa_name(), empty, i);
+            }
+        }
+    }
+}
+
 /* What stands behind m = -inf is not read as a number: an empty state joins nothing, whoever wrote
  * it. */
 TEST(an_empty_state_takes_no_part)
@@ -1121,8 +1460,8 @@ TEST(an_empty_state_takes_no_part)
                 float others[2][4];
                 memcpy(others[0], states[place == 0], sizeof others[0]),
                     memcpy(others[1], states[place == 2 ? 1 : 2], sizeof others[1]);
-                const tl_attn_part all = {states[0], 0, 3}, two = {others[0], 0, 2};
-                CHECK_STATUS(tl_attn_merge_f32(&two, 1, 1, 1, 2, NULL, alone, lse, NULL), TL_OK);
+                const tl_attn_part all = {states[0], 0, 3, 0}, rest_of = {others[0], 0, 2, 0};
+                CHECK_STATUS(tl_attn_merge_f32(&rest_of, 1, 1, 1, 2, NULL, alone, lse, NULL), TL_OK);
                 CHECK_STATUS(tl_attn_merge_f32(&all, 1, 1, 1, 2, NULL, with, lse + 1, NULL), TL_OK);
                 CHECK_BITS(alone[0], -0.0f, "place %d", place); /* fma(x, -0, y * -0) */
                 CHECK_SAME(with, alone, 2, "%s: %g behind -inf at %d", tl_isa_name(),
@@ -1143,9 +1482,10 @@ TEST(rows_of_empty_states)
     for (int isa = 0; isa_select(isa); isa++)
         for (int cut = 0; cut < 2; cut++)
             for (int with = 0; with < 2; with++) {
-                const tl_attn_part one[] = {{states[0], 0, 2}},
-                                   two[] = {{states[0], 0, 1}, {states[6], 1, 1}};
-                CHECK_STATUS(tl_attn_merge_f32(cut ? two : one, cut + 1, 6, 6, 3,
+                const tl_attn_part one[] = {{states[0], 0, 2, 0}},
+                                   halves[] = {{states[0], 0, 1, 0},
+                                                {states[6], 1, 1, TL_ATTN_SPLIT}};
+                CHECK_STATUS(tl_attn_merge_f32(cut ? halves : one, cut + 1, 6, 6, 3,
                                                with ? sinks : NULL, out, lse, NULL),
                              TL_OK);
                 for (int h = 0; h < 6; h++) {
@@ -1165,7 +1505,7 @@ TEST(rows_of_empty_states)
 TEST(merges_of_no_rows_are_in_order)
 {
     float word = float_of(PAINT);
-    const tl_attn_part part = {&word, 0, 1}, null = {NULL, 0, 1};
+    const tl_attn_part part = {&word, 0, 1, 0}, null = {NULL, 0, 1, 0};
     CHECK_STATUS(tl_attn_merge_f32(&part, 1, 0, 3, 4, NULL, &word, &word, NULL), TL_OK);
     CHECK_STATUS(tl_attn_merge_f32(&null, 1, 0, 1, 4, NULL, NULL, NULL, threads(2)), TL_OK);
     CHECK_BITS(word, float_of(PAINT), "written");
@@ -1178,9 +1518,9 @@ TEST(steps_of_no_rows_leave_nothing)
     struct job x = job_make(&spec);
     float *states = painted(8);
     show(&x, 5, 1); /* nothing */
-    CHECK_STATUS(states_call(&x, 0, 2, states, threads(2)), TL_OK);
+    CHECK_STATUS(states_call(&x, two, states, threads(2)), TL_OK);
     x.args.B = 0;
-    CHECK_STATUS(states_call(&x, 0, 2, states, NULL), TL_OK);
+    CHECK_STATUS(states_call(&x, two, states, NULL), TL_OK);
     CHECK(all_paint(states, 8) && rim_intact(states), "states were written");
     painted_free(states, 8);
     job_free(&x);
@@ -1204,19 +1544,19 @@ TEST(nothing_is_allocated_and_no_mode_of_the_caller_reaches_the_bits)
                                   .sinks = true,
                                   .seed = 190};
     struct job x = job_make(&spec);
-    float *states = painted(piece_size(&x, 2)), *out = painted(rows_of(&x) * 40),
+    float *states = painted(piece_size(&x, two)), *out = painted(rows_of(&x) * 40),
           *lse = painted(rows_of(&x));
     show_all(&x);
     for (int i = 0; i < 8; i++) {
-        const tl_attn_part part = {states, 0, 2};
+        const tl_attn_part part = {states, 0, 2, 0};
         struct hook refuse;
-        repaint(states, piece_size(&x, 2)), repaint(out, rows_of(&x) * 40),
+        repaint(states, piece_size(&x, two)), repaint(out, rows_of(&x) * 40),
             repaint(lse, rows_of(&x));
         tl_pool *tp = i < 4 ? NULL : threads(3);
         tl_set_last_error("kept");
         hook_install(&refuse, 1);
         fesetround(modes[i % 4]);
-        const tl_status got = states_call(&x, 0, 2, states, tp);
+        const tl_status got = states_call(&x, two, states, tp);
         const tl_status merged =
             tl_attn_merge_f32(&part, 1, rows_of(&x), 4, 40, x.sink_logits, out, lse, tp);
         const int after = fegetround();
@@ -1227,11 +1567,11 @@ TEST(nothing_is_allocated_and_no_mode_of_the_caller_reaches_the_bits)
               refuse.calls);
         CHECK(after == modes[i % 4], "mode %d after %d", after, modes[i % 4]);
         CHECK(strcmp(tl_last_error(), "kept") == 0, "success set the slot: %s", tl_last_error());
-        check_states(&x, states, 0, 2);
+        check_states(&x, states, two);
         CHECK_SAME(out, x.want, rows_of(&x) * 40, "mode %d", modes[i % 4]);
         CHECK_SAME(lse, x.want_lse, rows_of(&x), "mode %d", modes[i % 4]);
     }
-    painted_free(states, piece_size(&x, 2)), painted_free(out, rows_of(&x) * 40),
+    painted_free(states, piece_size(&x, two)), painted_free(out, rows_of(&x) * 40),
         painted_free(lse, rows_of(&x));
     job_free(&x);
 }
@@ -1377,13 +1717,34 @@ static tl_status bad_call(const void *bad)
     F(fewer_splits, TL_EINVAL, x->n = INT64_MIN, "n_splits", INT64_MIN, NO, NO)                    \
     F(last_past_the_end, TL_EINVAL, x->first = INT64_MAX, "split", INT64_MAX, BAD_N, NO)           \
     F(range_past_the_end, TL_EINVAL, x->n = INT64_MAX, "split", 1, INT64_MAX, NO)                  \
+    F(span_of_nothing_known, TL_EINVAL, A.state_span = 2048, "state_span", 2048, NO, NO)           \
+    F(span_below_0, TL_EINVAL, A.state_span = -1024, "state_span", -1024, NO, NO)                  \
+    F(span_largest, TL_EINVAL, A.state_span = INT64_MAX, "state_span", INT64_MAX, NO, NO)          \
+    F(stretch_from_split_1, TL_EINVAL, A.state_span = TL_ATTN_STRETCH;                             \
+      x->n = 16, "first_split", 1, NO, NO)                                                         \
+    F(stretch_from_split_15, TL_EINVAL, A.state_span = TL_ATTN_STRETCH;                            \
+      x->first = 15; x->n = 16, "first_split", 15, NO, NO)                                         \
+    F(stretch_of_2_splits, TL_EINVAL, A.state_span = TL_ATTN_STRETCH;                              \
+      x->first = 0, "n_splits", 2, NO, NO)                                                         \
+    F(stretch_and_a_half, TL_EINVAL, A.state_span = TL_ATTN_STRETCH;                               \
+      x->first = 16; x->n = 24, "n_splits", 24, NO, NO)                                            \
+    F(first_block_below_0, TL_EINVAL, A.first_block = -1, "first_block", -1, NO, NO)               \
+    F(first_block_smallest, TL_EINVAL, A.first_block = INT64_MIN, "first_block", INT64_MIN, NO,    \
+      NO)                                                                                          \
+    F(first_block_largest, TL_EINVAL, A.first_block = INT64_MAX, "", INT64_MAX, NO, NO)            \
+    F(first_block_past_the_first_split, TL_EINVAL, A.first_block = 5, "", 0, 5, NO)                \
+    F(view_of_size_0, TL_EINVAL, V.size = 0, "size", 0, NO, NO)                                    \
+    F(view_of_an_earlier_size, TL_EINVAL, V.size = 112, "size", 112, NO, NO)                       \
+    F(view_of_a_later_size, TL_EINVAL, V.size += 8, "size", sizeof(tl_kv_view) + 8, NO, NO)        \
+    F(k_scale_of_f32, TL_EINVAL, V.k_scale = M->q, "k_scale", NO, NO, NO)                          \
+    F(v_scale_of_f32, TL_EINVAL, V.v_scale = M->q, "v_scale", NO, NO, NO)                          \
     F(impossible_states, TL_EINVAL, M->cu[4] = INT32_MAX;                                          \
       x->n = INT64_C(1) << 40, "states", INT64_C(1) << 40, INT32_MAX, NO)                          \
     F(foreign_isa, TL_EUNSUPPORTED, (void)x; tl_kernels_select("abacus"), "abacus", NO, NO, NO)    \
     F(cu_begins_at_1, TL_EINVAL, M->cu[0] = 1, "cu_seqlens_q", 1, NO, NO)                          \
     F(s0_ctx_below_rows, TL_EINVAL, M->ctx[0] = 2, "ctx_len", 0, 2, 3)                             \
-    F(s0_ctx_too_long, TL_EINVAL, M->ctx[0] = BAD_TABLE * BAD_TOKENS + 1, "ctx_len", 0,            \
-      BAD_TABLE * BAD_TOKENS + 1, NO)                                                              \
+    F(s0_ctx_too_long, TL_EINVAL, M->ctx[0] = BAD_TABLE * BAD_TOKENS + 1;                          \
+      x->first = 2, "ctx_len", 0, BAD_TABLE *BAD_TOKENS + 1, NO)                                   \
     F(s0_entry_4, TL_EINVAL, M->tables[4] = BAD_BLOCKS, "", 0, 4, BAD_BLOCKS)                      \
     F(s0_entry_11, TL_EINVAL, M->tables[11] = UINT32_MAX, "", 0, 11, UINT32_MAX)                   \
     F(s1_decreases, TL_EINVAL, M->cu[2] = 2, "cu_seqlens_q", 2, 3, NO)                             \
@@ -1542,7 +1903,7 @@ static void mix_fresh(struct mix *x, struct mix_memory *m, tl_pool *tp)
     float *const states[] = {m->states_0, m->states_1, m->states_2};
     repaint((float *)m, (int64_t)(sizeof *m / sizeof(float)));
     for (int i = 0, first = 0; i < 3; first += ++i) {
-        m->parts[i] = (tl_attn_part){states[i], first, i + 1};
+        m->parts[i] = (tl_attn_part){states[i], first, i + 1, 0};
         for (int at = 0; at < (i + 1) * MIX_STATE; at++)
             states[i][at] = 1 + 0.5f * (float)(at % 5);
     }
@@ -1605,6 +1966,19 @@ static void swap_parts(struct mix_memory *m, int a, int b)
     F(parts_in_falling_order, TL_EINVAL, swap_parts(M, 0, 2), "", 3, NO, NO)                       \
     F(part_at_the_end, TL_EINVAL, P[1].first_split = INT64_MAX, "", 1, INT64_MAX, NO)              \
     F(part_below_0, TL_EINVAL, P[1].first_split = INT64_MIN, "", 1, INT64_MIN, NO)                 \
+    F(span_of_nothing_known, TL_EINVAL, P[1].span = 2048, "span", 1, 2048, NO)                     \
+    F(span_below_0, TL_EINVAL, P[2].span = -TL_ATTN_SPLIT, "span", 2, -TL_ATTN_SPLIT, NO)          \
+    F(stretch_of_one_split, TL_EINVAL, P[0].span = TL_ATTN_STRETCH, "", 0, 1, NO)                  \
+    F(stretch_from_split_3, TL_EINVAL, P[2].span = TL_ATTN_STRETCH;                                \
+      P[2].n_splits = 16, "", 2, 3, NO)                                                            \
+    F(stretch_and_a_half, TL_EINVAL, P[0].span = TL_ATTN_STRETCH;                                  \
+      P[0].n_splits = 24; P[1].first_split = 24; P[2].first_split = 26, "", 0, 24, NO)             \
+    F(split_over_a_stretch, TL_EINVAL, P[0].span = TL_ATTN_STRETCH;                                \
+      P[0].n_splits = 16, "", 1, 16, NO)                                                           \
+    F(gap_behind_a_stretch, TL_EINVAL, P[0].span = TL_ATTN_STRETCH;                                \
+      P[0].n_splits = 16; P[1].first_split = 17; P[2].first_split = 19, "", 1, 16, 17)             \
+    F(impossible_stretches, TL_EINVAL, P[0].span = TL_ATTN_STRETCH;                                \
+      P[0].n_splits = INT64_C(1) << 62; x->n_parts = 1, "", 0, INT64_C(1) << 62, NO)               \
     F(out_is_states, TL_EINVAL, x->out = M->states_1, "out", NO, NO, NO)                           \
     F(out_ends_in_states, TL_EINVAL, x->out = M->states_2 - MIX_OUT + 1, "out", NO, NO, NO)        \
     F(out_begins_in_states, TL_EINVAL, x->out = M->space_1 - 1, "out", NO, NO, NO)                 \
@@ -1682,6 +2056,20 @@ TEST(every_fault_of_a_merge_is_refused_with_its_values)
     free(m);
 }
 
+/* A stretch is one state, not sixteen: out may lie right behind it, and not in its last float. */
+TEST(the_states_of_a_stretch_end_where_they_say)
+{
+    float *memory = painted(2 * MIX_STATE + MIX_OUT);
+    for (int i = 0; i < 2 * MIX_STATE; i++)
+        memory[i] = 1;
+    const tl_attn_part part = {memory, 0, 32, TL_ATTN_STRETCH};
+    for (int at = -1; at < 1; at++)
+        CHECK_STATUS(tl_attn_merge_f32(&part, 1, MIX_ROWS, MIX_H, MIX_DIM, NULL,
+                                       memory + 2 * MIX_STATE + at, NULL, NULL),
+                     at ? TL_EINVAL : TL_OK);
+    painted_free(memory, 2 * MIX_STATE + MIX_OUT);
+}
+
 /* The instruction set is looked at behind all arguments, the pool last. */
 TEST(of_two_faults_of_a_merge_the_one_listed_first_decides)
 {
@@ -1691,6 +2079,34 @@ TEST(of_two_faults_of_a_merge_the_one_listed_first_decides)
             if (i < j)
                 check_mix_refused(m, &mix_faults[i], &mix_faults[j]);
     free(m);
+}
+
+/* Arrays so near the end of the address space that they would go on at its beginning. */
+TEST(arrays_that_wrap_the_address_space_are_refused)
+{
+    float *const end = (float *)(UINTPTR_MAX - 63);
+    struct bad_memory *m = guarded(sizeof *m);
+    struct mix_memory *n = must_alloc(sizeof *n);
+    struct bad x;
+    struct mix y;
+    for (int i = 0; i < 2; i++) {
+        bad_fresh(&x, m, NULL);
+        *(i ? &x.states : (float **)(uintptr_t)&x.args.q) = end;
+        CHECK_STATUS(bad_call(&x), TL_EINVAL);
+        CHECK(error_names(STATES) && all_paint(m->states, BAD_STATES), "\"%s\"", tl_last_error());
+    }
+    for (int i = 0; i < 4; i++) {
+        mix_fresh(&y, n, NULL);
+        if (i < 2)
+            *(i ? &y.out : &y.lse) = i ? end : end + 12;
+        else if (i == 2)
+            n->parts[2].states = end;
+        else
+            y.parts = (const tl_attn_part *)(const void *)end;
+        CHECK_STATUS(mix_call(&y), TL_EINVAL);
+        CHECK(error_names(MERGE) && all_paint(n->out, MIX_OUT), "\"%s\"", tl_last_error());
+    }
+    free(n), guarded_free(m, sizeof *m);
 }
 
 /* On no pool, or on another than the one whose range it is called from, a call runs. */
