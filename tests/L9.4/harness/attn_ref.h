@@ -7,9 +7,9 @@
  * ref64_row is plain softmax in double: the library must come close to it. Both share no code with
  * the library but tl_expf and the coefficients of tanh.
  *
- * Words. lane, tile, split, stretch: as in attention.h. case: one decode step (struct paged) in a pool of
- * its own, where every slot that no row sees holds poison, every table entry that must not be read
- * holds garbage, and every array ends at an unmapped page. */
+ * Words. lane, tile, split, stretch: as in attention.h. case: one decode step (struct paged) in a
+ * pool of its own, where every slot that no row sees holds poison, every table entry that must not
+ * be read holds garbage, and every array ends at an unmapped page. */
 #ifndef TL_ATTN_REF_H
 #define TL_ATTN_REF_H
 

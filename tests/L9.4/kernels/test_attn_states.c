@@ -3,8 +3,9 @@
  * any calls, merge into the bits of one call; a state is what attention.h says it is; a call reads
  * nothing of other splits; what is refused.
  *
- * Words. span: the positions of one state, TL_ATTN_SPLIT or TL_ATTN_STRETCH. case (struct job): the arguments of one step, with a memory of its own. shown: the splits
- * whose positions hold their values in that memory just now; everything else in it is poison, and
+ * Words. span: the positions of one state, TL_ATTN_SPLIT or TL_ATTN_STRETCH.
+ * case (struct job): the arguments of one step, with a memory of its own. shown: the splits whose
+ * positions hold their values in that memory just now; everything else in it is poison, and
  * entries that hold nothing shown are garbage.
  * piece: one call of tl_paged_attn_states_f32, and so one part of a merge. state: 2 + Dv floats, m,
  * L and a[Dv]. */
@@ -400,8 +401,9 @@ static float *states_run(const struct job *x, struct piece p, tl_pool *tp)
 {
     float *states = painted(piece_size(x, p));
     show(x, p.first, p.n);
-    CHECK(states_call(x, p, states, tp) == TL_OK, "\"%s\", splits from %lld on, %lld, span %lld: %s",
-          tl_last_error(), (long long)p.first, (long long)p.n, (long long)p.span, describe(x));
+    CHECK(states_call(x, p, states, tp) == TL_OK,
+          "\"%s\", splits from %lld on, %lld, span %lld: %s", tl_last_error(),
+          (long long)p.first, (long long)p.n, (long long)p.span, describe(x));
     CHECK(rim_intact(states), "the rim was written: %s", describe(x));
     check_states(x, states, p); /* which sees what was not written */
     return states;
@@ -663,8 +665,8 @@ TEST(a_part_of_the_table_is_enough_for_its_stretch)
         struct job x = job_make(&spec);
         const int64_t b = spec.block_tokens;
         for (int64_t k = 0; k < 4; k++) {
-            const int64_t first = k * TL_ATTN_STRETCH / b, last = ((k + 1) * TL_ATTN_STRETCH - 1) / b,
-                          n = last - first + 1;
+            const int64_t first = k * TL_ATTN_STRETCH / b,
+                          last = ((k + 1) * TL_ATTN_STRETCH - 1) / b, n = last - first + 1;
             const struct piece whole = {16 * k, 16, TL_ATTN_STRETCH}, splits = {16 * k, 16, 0};
             uint32_t *part = guarded((size_t)(2 * n) * sizeof *part);
             show(&x, 16 * k, 16);
@@ -674,7 +676,8 @@ TEST(a_part_of_the_table_is_enough_for_its_stretch)
                                               : garbage_id(j, (uint32_t)x.n_blocks);
             }
             struct job rank = x;
-            rank.args.block_tables = part, rank.args.table_stride = n, rank.args.first_block = first;
+            rank.args.block_tables = part, rank.args.table_stride = n;
+            rank.args.first_block = first;
             for (int t = 0; t < 2; t++) {
                 const struct piece p = t ? whole : splits;
                 float *states = painted(piece_size(&x, p));
@@ -1219,8 +1222,8 @@ TEST(states_of_special_numbers_have_the_same_bits_everywhere)
         for (int i = 0; isa_select(i); i++) {
             float *states = states_run(&x, two, i % 2 ? threads(2) : NULL);
             if (first)
-                CHECK_SAME(states, first, piece_size(&x, two), "%s for the first: %s", tl_isa_name(),
-                           describe(&x));
+                CHECK_SAME(states, first, piece_size(&x, two), "%s for the first: %s",
+                           tl_isa_name(), describe(&x));
             if (first)
                 painted_free(states, piece_size(&x, two));
             else
@@ -1431,7 +1434,8 @@ TEST(an_empty_stretch_takes_no_part)
             memcpy(stretches[k], at, sizeof stretches[k]);
         }
         const tl_attn_part all[] = {{splits[0], 0, S, 0}, {stretches[0], 0, S, TL_ATTN_STRETCH}};
-        const tl_attn_part both[] = {{splits[0], 0, 16, 0}, {stretches[1], 16, 32, TL_ATTN_STRETCH}};
+        const tl_attn_part both[] = {{splits[0], 0, 16, 0},
+                                     {stretches[1], 16, 32, TL_ATTN_STRETCH}};
         for (int isa = 0; isa_select(isa); isa++) {
             CHECK_STATUS(tl_attn_merge_f32(all, 1, 1, 1, 1, NULL, out, lse, NULL), TL_OK);
             CHECK_STATUS(tl_attn_merge_f32(all + 1, 1, 1, 1, 1, NULL, out + 1, lse + 1, NULL),
@@ -1460,8 +1464,10 @@ TEST(an_empty_state_takes_no_part)
                 float others[2][4];
                 memcpy(others[0], states[place == 0], sizeof others[0]),
                     memcpy(others[1], states[place == 2 ? 1 : 2], sizeof others[1]);
-                const tl_attn_part all = {states[0], 0, 3, 0}, rest_of = {others[0], 0, 2, 0};
-                CHECK_STATUS(tl_attn_merge_f32(&rest_of, 1, 1, 1, 2, NULL, alone, lse, NULL), TL_OK);
+                const tl_attn_part all = {states[0], 0, 3, 0},
+                                   rest_of = {others[0], 0, 2, 0};
+                CHECK_STATUS(tl_attn_merge_f32(&rest_of, 1, 1, 1, 2, NULL, alone, lse, NULL),
+                             TL_OK);
                 CHECK_STATUS(tl_attn_merge_f32(&all, 1, 1, 1, 2, NULL, with, lse + 1, NULL), TL_OK);
                 CHECK_BITS(alone[0], -0.0f, "place %d", place); /* fma(x, -0, y * -0) */
                 CHECK_SAME(with, alone, 2, "%s: %g behind -inf at %d", tl_isa_name(),

@@ -10,6 +10,7 @@
  * what is expected comes from there. */
 #include <fenv.h>
 #include <float.h>
+#include <stddef.h>
 
 #include "attn_ref.h"
 #include "hook.h"
@@ -703,6 +704,64 @@ TEST(long_sequences_with_and_without_a_workspace)
     }
 }
 
+/* Rows of one call on both sides of the edges of stretches, and windows that begin in one stretch
+ * for some and in the next for others, or leave whole stretches out: by decode, by prefill and by
+ * the general call, all of them the rows of attn_ref.h. */
+TEST(rows_over_stretches)
+{
+    static const struct {
+        int64_t window, q_len, ctx;
+    } cases[] = {{0, 3, 16386},     {0, 1, 33000},    {20, 12, 16390}, {16384, 2, 32769},
+                 {17000, 1, 33100}, {16380, 9, 32770}, {700, 2, 33000}, {0, 2, 16384}};
+    for (uint64_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        const struct rows_spec spec = {.B = 2,
+                                       .H = 2,
+                                       .Hkv = 1 + (int64_t)i % 2,
+                                       .Dk = 4,
+                                       .block_tokens = i % 2 ? 33 : 16,
+                                       .window = cases[i].window,
+                                       .q_len = {cases[i].q_len, 1},
+                                       .ctx = {cases[i].ctx, i % 3 ? 40 : 16500},
+                                       .layout = i % 3 ? POOL : TOKENS_FIRST,
+                                       .dtype = TL_F16,
+                                       .data = i % 4 == 3 ? DATA_RISING : DATA_PLAIN,
+                                       .seed = 225 + i};
+        struct rows r = rows_make(&spec);
+        struct wanted want = wanted_plain(&r), reference = wanted_by_reference(&r);
+        CHECK_SAME(want.out, reference.out, r.total * spec.H * spec.Dk, "%s", describe(&r));
+        rows_check_everywhere(&r, &want);
+        rows_check(&r, &reference, NULL);
+        wanted_free(&want), wanted_free(&reference);
+        rows_free(&r);
+    }
+}
+
+TEST(options_over_stretches)
+{
+    for (uint64_t i = 0; i < 4; i++) {
+        const struct rows_spec spec = {.B = 1,
+                                       .H = 3,
+                                       .Hkv = 1,
+                                       .Dk = 4,
+                                       .Dv = i % 2 ? 3 : 7,
+                                       .block_tokens = 100,
+                                       .window = i / 2 ? 17000 : 0,
+                                       .q_len = {2},
+                                       .ctx = {33000},
+                                       .dtype = i % 2 ? TL_F32 : TL_BF16,
+                                       .wide = i % 2,
+                                       .softcap = i % 3 ? 3 : 0,
+                                       .alibi = i % 2,
+                                       .sinks = true,
+                                       .seed = 245 + i};
+        struct rows r = rows_make(&spec);
+        struct wanted want = wanted_by_reference(&r);
+        rows_check_everywhere(&r, &want);
+        wanted_free(&want);
+        rows_free(&r);
+    }
+}
+
 /* Up to the widest that is promised, on either side. */
 TEST(heads_of_every_width_up_to_the_limit)
 {
@@ -1124,6 +1183,46 @@ TEST(rows_of_q_may_lie_backwards)
         wanted_free(&want);
     }
     r.q = first;
+    rows_free(&r);
+}
+
+/* Rows of out from the last to the first. */
+TEST(rows_of_out_may_lie_backwards)
+{
+    const struct rows_spec spec = {.B = 2,
+                                   .H = 6,
+                                   .Hkv = 2,
+                                   .Dk = 16,
+                                   .block_tokens = 7,
+                                   .q_len = {4, 9},
+                                   .ctx = {40, 20},
+                                   .dtype = TL_F16,
+                                   .strides = GAPPED,
+                                   .seed = 383};
+    struct rows r = rows_make(&spec);
+    struct wanted want = wanted_plain(&r);
+    float *const first = r.out;
+    for (int i = 1; i < 4; i++) {
+        r.args->out = first;
+        set_strides(&r, 16, &r.args->out_token_stride, &r.args->out_head_stride, &r.out_span);
+        if (i & 1)
+            r.args->out += (r.total - 1) * r.args->out_token_stride,
+                r.args->out_token_stride *= -1;
+        if (i & 2)
+            r.args->out += (spec.H - 1) * r.args->out_head_stride, r.args->out_head_stride *= -1;
+        repaint(first, r.out_span);
+        CHECK_STATUS(tl_paged_attn_f32(r.args), TL_OK);
+        int64_t paint = 0;
+        for (int64_t at = 0; at < r.out_span; at++)
+            paint += float_bits(first[at]) == PAINT;
+        CHECK(paint == r.out_span - r.total * 6 * 16 && rim_intact(first), "%lld words of paint",
+              (long long)paint);
+        for (int64_t at = 0; at < r.total * 6; at++)
+            CHECK_SAME(r.args->out + at / 6 * r.args->out_token_stride +
+                           at % 6 * r.args->out_head_stride,
+                       want.out + at * 16, 16, "backwards %d, row %lld", i, (long long)at);
+    }
+    wanted_free(&want);
     rows_free(&r);
 }
 
@@ -1613,6 +1712,39 @@ TEST(sequences_without_rows_read_and_leave_nothing)
     check_spec(&spec);
 }
 
+/* A sequence without rows between others: nothing of its table is looked at, not even whether it
+ * would be long enough. Its context length has only to be one, that is not below 0. */
+TEST(a_sequence_without_rows_is_not_looked_at)
+{
+    const struct rows_spec spec = {.B = 5,
+                                   .H = 4,
+                                   .Hkv = 2,
+                                   .Dk = 16,
+                                   .block_tokens = 16,
+                                   .q_len = {1, 0, 3, 0, 1},
+                                   .ctx = {60, 5, 30, 9, 1},
+                                   .dtype = TL_F16,
+                                   .seed = 712};
+    static const int32_t lengths[] = {0, 1, 5, 60, 100000};
+    struct rows r = rows_make(&spec);
+    struct wanted want = wanted_plain(&r);
+    for (int i = 0; i < 5; i++) {
+        for (int s = 1; s < 5; s += 2) {
+            r.ctx[s] = lengths[i];
+            for (int64_t at = 0; at < r.table_stride; at++)
+                r.tables[s * r.table_stride + at] = UINT32_MAX - (uint32_t)(at % 3);
+        }
+        rows_check_everywhere(&r, &want);
+        float *states = painted(r.total * spec.H * (2 + spec.Dk));
+        CHECK(tl_paged_attn_states_f32(r.args, 0, 1, states) == TL_OK, "length %d: %s", lengths[i],
+              tl_last_error());
+        painted_free(states, r.total * spec.H * (2 + spec.Dk));
+    }
+    wanted_free(&want);
+    r.ctx[1] = r.ctx[3] = 5; /* as rows_free knows them */
+    rows_free(&r);
+}
+
 TEST(a_call_of_no_rows_is_in_order)
 {
     const struct rows_spec spec = {.B = 3,
@@ -1937,6 +2069,11 @@ static tl_status bad_run(const struct bad *x)
     F(impossible_block_tokens, 10, TL_EINVAL, V.block_tokens = INT64_MAX, "view", NO, NO, NO)      \
     F(impossible_dim_k, 10, TL_EINVAL, V.head_dim_k = INT64_MAX, "view", NO, NO, NO)               \
     F(impossible_dim_v, 10, TL_EINVAL, V.head_dim_v = INT64_MAX, "view", NO, NO, NO)               \
+    F(view_of_size_0, 10, TL_EINVAL, V.size = 0, "size", 0, NO, NO)                                \
+    F(view_of_an_earlier_size, 10, TL_EINVAL, V.size = 112, "size", 112, NO, NO)                   \
+    F(view_of_a_later_size, 10, TL_EINVAL, V.size += 8, "size", sizeof(tl_kv_view) + 8, NO, NO)    \
+    F(k_scale_of_f32, 10, TL_EINVAL, V.k_scale = M->q, "k_scale", NO, NO, NO)                      \
+    F(v_scale_of_f32, 10, TL_EINVAL, V.v_scale = M->q, "v_scale", NO, NO, NO)                      \
     F(negative_B, 10, TL_EINVAL, A.B = -1, "B", -1, NO, NO)                                        \
     F(smallest_B, 10, TL_EINVAL, A.B = INT64_MIN, "B", INT64_MIN, NO, NO)                          \
     F(no_entries, 10, TL_EINVAL, A.table_stride = 0, "table_stride", 0, NO, NO)                    \
@@ -2303,6 +2440,212 @@ TEST(busy_inside_a_range_of_its_own_pool)
         tl_pool_destroy(tp), tl_pool_destroy(other);
     }
     guarded_free(m, sizeof *m);
+}
+
+/* ---- strides and addresses at their limits ---- */
+
+/* Two sequences of a row and two heads, all in order. */
+struct two {
+    float q[8], out[8], lse[4], k[16], v[16];
+    int32_t ctx[2];
+    uint32_t tables[2];
+    tl_kv_view view;
+    tl_paged_attn_args args;
+};
+
+static void two_fresh(struct two *x)
+{
+    memset(x, 0, sizeof *x);
+    x->ctx[0] = x->ctx[1] = 2, x->tables[1] = 1;
+    repaint(x->out, 8), repaint(x->lse, 4);
+    x->view = (tl_kv_view){.size = sizeof x->view,
+                           .k = x->k,
+                           .v = x->v,
+                           .dtype = TL_F32,
+                           .n_blocks = 2,
+                           .block_tokens = 2,
+                           .n_kv_heads = 2,
+                           .head_dim_k = 2,
+                           .head_dim_v = 2,
+                           .k_block_stride = 8,
+                           .k_head_stride = 4,
+                           .k_token_stride = 2,
+                           .v_block_stride = 8,
+                           .v_head_stride = 4,
+                           .v_token_stride = 2};
+    x->args = (tl_paged_attn_args){.size = sizeof x->args,
+                                   .view = &x->view,
+                                   .q = x->q,
+                                   .out = x->out,
+                                   .lse = x->lse,
+                                   .q_token_stride = 4,
+                                   .q_head_stride = 2,
+                                   .out_token_stride = 4,
+                                   .out_head_stride = 2,
+                                   .B = 2,
+                                   .H = 2,
+                                   .ctx_lens = x->ctx,
+                                   .block_tables = x->tables,
+                                   .table_stride = 1,
+                                   .scale = 1};
+}
+
+/* Whether rows at base + t * token + h * head, two of each and two floats wide, would leave the
+ * address space. */
+static bool leaves_memory(const float *base, int64_t token, int64_t head)
+{
+    typedef __int128 wide;
+    const wide at = (wide)(uintptr_t)base,
+               low = (wide)(token < 0 ? token : 0) + (head < 0 ? head : 0),
+               high = (wide)(token > 0 ? token : 0) + (head > 0 ? head : 0) + 2;
+    return at + 4 * low < 0 || at + 4 * high > (wide)UINTPTR_MAX + 1;
+}
+
+/* Every pair of strides that leaves the address space is refused, whichever of the two does it and
+ * wherever the other one would lead back. */
+TEST(strides_that_leave_the_address_space)
+{
+    static const int64_t far[] = {INT64_C(1) << 61,       (INT64_C(1) << 61) - 17, INT64_MAX,
+                                  INT64_C(1) << 62,       (INT64_C(1) << 62) - 5,  INT64_MAX / 4,
+                                  INT64_MAX / 8 * 7,      INT64_C(3) << 60};
+    struct two *x = guarded(sizeof *x);
+    int64_t strides[20], n = 0, refused = 0;
+    for (int i = 0; i < 8; i++)
+        strides[n++] = far[i], strides[n++] = -far[i];
+    strides[n++] = INT64_MIN, strides[n++] = 2, strides[n++] = -2, strides[n++] = 0;
+    for (int i = 0; i < n * n * 3; i++) {
+        const int64_t token = strides[i / 3 / n], head = strides[i / 3 % n];
+        const bool is_out = i % 3 == 1, is_states = i % 3 == 2;
+        two_fresh(x);
+        if (!leaves_memory(is_out ? x->out : x->q, token, head))
+            continue;
+        *(is_out ? &x->args.out_token_stride : &x->args.q_token_stride) = token;
+        *(is_out ? &x->args.out_head_stride : &x->args.q_head_stride) = head;
+        float states[16];
+        repaint(states, 16);
+        const tl_status got = is_states ? tl_paged_attn_states_f32(&x->args, 0, 1, states)
+                                        : tl_paged_attn_f32(&x->args);
+        CHECK(got == TL_EINVAL && error_names(is_states ? "tl_paged_attn_states_f32" : ROWS),
+              "%s: strides %lld and %lld: %s, \"%s\"", is_out ? "out" : "q", (long long)token,
+              (long long)head, tl_status_str(got), tl_last_error());
+        CHECK(all_paint(x->out, 8) && all_paint(x->lse, 4) && all_paint(states, 16), "written");
+        refused++;
+    }
+    CHECK(refused > 900, "%lld pairs", (long long)refused);
+    guarded_free(x, sizeof *x);
+}
+
+/* What begins at an address in order and leaves the address space behind it, or before it. */
+TEST(arrays_that_wrap_the_address_space)
+{
+    float *const end = (float *)(UINTPTR_MAX - 15), *const begin = (float *)16;
+    struct two *x = guarded(sizeof *x);
+    for (int i = 0; i < 8; i++) {
+        two_fresh(x);
+        tl_paged_attn_args *a = &x->args;
+        if (i == 0)
+            a->q = end;
+        else if (i == 1)
+            a->out = end;
+        else if (i == 2)
+            a->lse = end + 2;
+        else if (i == 3)
+            a->q = begin, a->q_token_stride = -8;
+        else if (i == 4)
+            a->q = begin, a->q_head_stride = -8;
+        else if (i == 5)
+            a->out = begin, a->out_token_stride = -8;
+        else if (i == 6)
+            a->out = begin, a->out_head_stride = -8, a->out_token_stride = 2;
+        else
+            x->view.k = end;
+        const tl_status got = tl_paged_attn_f32(a);
+        CHECK(got == TL_EINVAL && error_names(ROWS), "case %d: %s, \"%s\"", i, tl_status_str(got),
+              tl_last_error());
+        CHECK(all_paint(x->out, 8) && all_paint(x->lse, 4), "case %d: something was written", i);
+    }
+    guarded_free(x, sizeof *x);
+}
+
+TEST(a_part_of_the_table_and_spans_are_for_states_only)
+{
+    static const int64_t numbers[] = {1, -1, TL_ATTN_SPLIT, TL_ATTN_STRETCH, INT64_MAX, INT64_MIN};
+    struct two *x = guarded(sizeof *x);
+    for (int i = 0; i < 12; i++) {
+        two_fresh(x);
+        *(i % 2 ? &x->args.first_block : &x->args.state_span) = numbers[i / 2];
+        CHECK_STATUS(tl_paged_attn_f32(&x->args), TL_EINVAL);
+        CHECK(error_names(ROWS) && strstr(tl_last_error(), i % 2 ? "first_block" : "state_span") &&
+                  error_mentions(numbers[i / 2]),
+              "\"%s\"", tl_last_error());
+        CHECK(all_paint(x->out, 8) && all_paint(x->lse, 4), "something was written");
+    }
+    /* a caller who does not know them has room for something else there */
+    for (int i = 0; i < 2; i++) {
+        two_fresh(x);
+        x->args.size = i ? offsetof(tl_paged_attn_args, first_block)
+                         : offsetof(tl_paged_attn_args, trace);
+        x->args.first_block = 7, x->args.state_span = 7;
+        CHECK_STATUS(tl_paged_attn_f32(&x->args), TL_OK);
+    }
+    guarded_free(x, sizeof *x);
+}
+
+/* A view of no blocks may say any width: 2 + head_dim_v is past INT64_MAX for some. */
+TEST(widths_beyond_everything_are_refused)
+{
+    static const int64_t widths[] = {TL_MAX_HEAD_DIM + 1,    INT64_C(1) << 40, INT64_C(1) << 61,
+                                     INT64_MAX - 2,          INT64_MAX - 1,    INT64_MAX};
+    struct two *x = guarded(sizeof *x);
+    for (int i = 0; i < 24; i++)
+        for (int rows = 0; rows < 2; rows++) {
+            const int64_t width = widths[i / 4];
+            two_fresh(x);
+            x->view.n_blocks = rows ? 2 : 0, x->args.B = rows ? 2 : 0;
+            *(i % 2 ? &x->view.head_dim_v : &x->view.head_dim_k) = width;
+            if (i % 2)
+                x->view.v_token_stride = x->view.v_head_stride = x->view.v_block_stride = width;
+            else
+                x->view.k_token_stride = x->view.k_head_stride = x->view.k_block_stride = width;
+            float states[16];
+            repaint(states, 16);
+            const tl_status got = i / 2 % 2 ? tl_paged_attn_states_f32(&x->args, 0, 1, states)
+                                            : tl_paged_attn_f32(&x->args);
+            CHECK(got == TL_EUNSUPPORTED || got == TL_EINVAL, "width %lld, %d rows: %s",
+                  (long long)width, rows, tl_status_str(got));
+            CHECK(all_paint(x->out, 8) && all_paint(states, 16), "something was written");
+        }
+    guarded_free(x, sizeof *x);
+}
+
+/* One wider than the widest, all else in order. */
+TEST(head_widths_end_where_the_header_says)
+{
+    enum { MOST = TL_MAX_HEAD_DIM + 1 };
+    float *kv = floats(MOST), *out = painted(MOST), *states = painted(2 + MOST);
+    for (int i = 0; i < 4; i++) {
+        const int64_t dk = i & 1 ? MOST : MOST - 1, dv = i & 2 ? MOST : MOST - 1;
+        struct two x;
+        two_fresh(&x);
+        x.ctx[0] = 1;
+        x.view.k = x.view.v = kv, x.view.n_blocks = x.view.block_tokens = x.view.n_kv_heads = 1;
+        x.view.head_dim_k = dk, x.view.head_dim_v = dv;
+        x.view.k_token_stride = x.view.k_head_stride = x.view.k_block_stride = dk;
+        x.view.v_token_stride = x.view.v_head_stride = x.view.v_block_stride = dv;
+        x.args.q = kv, x.args.B = x.args.H = 1, x.args.out = out;
+        x.args.q_token_stride = x.args.q_head_stride = dk;
+        x.args.out_token_stride = x.args.out_head_stride = dv;
+        repaint(out, MOST);
+        const tl_status want = i ? TL_EUNSUPPORTED : TL_OK;
+        CHECK_STATUS(tl_paged_attn_f32(&x.args), want);
+        CHECK(i == 0 || (error_names(ROWS) && error_mentions(MOST)), "\"%s\"", tl_last_error());
+        CHECK(i == 0 || (all_paint(out, MOST) && all_paint(x.lse, 4)), "something was written");
+        x.args.H = 0; /* a shape decides before */
+        CHECK_STATUS(tl_paged_attn_f32(&x.args), TL_ESHAPE);
+        x.args.H = 1, x.tables[0] = 5; /* and a table behind */
+        CHECK_STATUS(tl_paged_attn_f32(&x.args), i ? TL_EUNSUPPORTED : TL_EINVAL);
+    }
+    free(kv), painted_free(out, MOST), painted_free(states, 2 + MOST);
 }
 
 /* ---- the view of a pool ---- */
