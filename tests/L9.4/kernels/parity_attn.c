@@ -183,7 +183,7 @@ TEST(every_head_width)
     }
 }
 
-/* Widths beyond any buffer with more than one split behind them. */
+/* Wide rows with more than one split behind them. */
 TEST(wide_heads_over_many_splits)
 {
     for (int round = 0; round < rounds(1, 6); round++)
@@ -223,6 +223,20 @@ TEST(every_length_around_tiles_and_splits)
                 check_shape(&s, w % 2 + 1);
             }
     }
+}
+
+TEST(lengths_around_stretches)
+{
+    static const int64_t lengths[] = {16383, 16384, 16385, 17500, 32768, 32769, 33800};
+    for (int round = 0; round < rounds(1, 8); round++)
+        for (int64_t t = 0; t < COUNT(lengths); t++) {
+            struct paged_spec s = random_spec((uint64_t)(450000 + 1000 * round + t));
+            uint64_t rng = s.seed;
+            s.ctx[0] = lengths[t] + 300 * round;
+            s.window = t % 2 ? 0 : 1 + rng_below(&rng, s.ctx[0]);
+            s.D = 1 + s.D % 12, s.Hkv = 1, s.H = 1 + t % 5;
+            check_shape(&s, t % 3);
+        }
 }
 
 TEST(every_group_size)

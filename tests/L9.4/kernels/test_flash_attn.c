@@ -4,6 +4,8 @@
 #include "attn_ref.h"
 #include "hook.h"
 
+#define FLASH "tl_flash_attn_fwd_f32"
+
 /* Random tensors for a shape, in guarded memory; o and lse painted. */
 static struct flash flash_make(int64_t B, int64_t H, int64_t Hkv, int64_t Tq, int64_t Tk, int64_t D,
                                uint64_t seed)
@@ -332,6 +334,26 @@ TEST(a_head_as_wide_as_may_be)
     }
 }
 
+TEST(head_widths_end_where_the_header_says)
+{
+    enum { MOST = TL_MAX_HEAD_DIM + 1 };
+    for (int64_t D = MOST - 1; D <= MOST + 1; D++) {
+        struct flash f = flash_make(1, 2, 1, 1, 2, D, 8);
+        repaint(f.o, flash_rows(&f) * D), repaint(f.lse, flash_rows(&f));
+        const tl_status want = D < MOST ? TL_OK : TL_EUNSUPPORTED;
+        CHECK_STATUS(flash_call(&f), want);
+        CHECK(D < MOST || (error_names(FLASH) && error_mentions(D)), "\"%s\"", tl_last_error());
+        CHECK(D < MOST || (all_paint(f.o, flash_rows(&f) * D) && all_paint(f.lse, flash_rows(&f))),
+              "something was written");
+        struct flash odd = f;
+        odd.H = 2, odd.Hkv = 2, odd.q_offset = -1; /* decides before */
+        CHECK_STATUS(flash_call(&odd), TL_EINVAL);
+        odd = f, odd.H = 1, odd.Hkv = 2;
+        CHECK_STATUS(flash_call(&odd), TL_ESHAPE);
+        flash_free(&f);
+    }
+}
+
 TEST(close_to_double)
 {
     static const int64_t shapes[][5] = {
@@ -387,6 +409,29 @@ TEST(equals_the_reference_bit_for_bit)
     }
 }
 
+/* Rows on both sides of the edges of stretches; windows that begin in one stretch or leave some
+ * out; rows that are not causal, which see every stretch. */
+TEST(rows_over_stretches_equal_the_reference)
+{
+    static const struct {
+        int64_t Tq, Tk, q_offset, window;
+        int causal;
+    } rows[] = {{5, 16387, 16382, 0, 1},  {3, 33000, 32766, 0, 1},     {2, 33000, 32998, 17000, 1},
+                {6, 32771, 32765, 700, 1}, {2, 16400, 3, 0, 0},         {9, 32772, 32763, 16384, 1},
+                {1, 49160, 49159, 0, 1},   {2, 33000, 32000, 16000, 0}};
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        const float sinks[2] = {0.5f, -INFINITY};
+        struct flash f = flash_make(1, 2, 1, rows[i].Tq, rows[i].Tk, 4, 231 + i);
+        f.q_offset = rows[i].q_offset, f.window = rows[i].window, f.causal = rows[i].causal;
+        f.sinks = i % 2 ? sinks : NULL;
+        for (int isa = 0; isa_select(isa); isa++) {
+            flash_run(&f);
+            CHECK_FLASH(&f, "%s, case %zu", tl_isa_name(), i);
+        }
+        flash_free(&f);
+    }
+}
+
 /* Copies rows [from, from + n) of every head out of [B*H][Tq][D]. */
 static void take_rows(float *to, const float *all, int64_t heads, int64_t Tq, int64_t D,
                       int64_t from, int64_t n)
@@ -436,6 +481,22 @@ TEST(chunks_equal_one_call)
     flash_run(&f);
     for (int64_t from = 0; from < 40; from += 7)
         check_chunk(&f, from, min64(7, 40 - from));
+    flash_free(&f);
+}
+
+/* In chunks that end before, at and behind the edge of a stretch, on every number of threads. */
+TEST(chunks_over_a_stretch_equal_one_call)
+{
+    struct flash f = flash_make(1, 2, 1, 40, 16404, 3, 241);
+    flash_run(&f);
+    CHECK_FLASH(&f, "one call");
+    for (int threads = 0; threads < 4; threads++) {
+        tl_pool *tp = threads ? make_threads(threads) : NULL;
+        f.tp = tp;
+        for (int64_t from = 0; from < 40; from += 20 - 1 + threads)
+            check_chunk(&f, from, min64(20 - 1 + threads, 40 - from));
+        tl_pool_destroy(tp);
+    }
     flash_free(&f);
 }
 
@@ -729,8 +790,6 @@ TEST(scratch_that_cannot_grow_is_enomem_and_writes_nothing)
 }
 
 /* ---- what is refused ---- */
-
-#define FLASH "tl_flash_attn_fwd_f32"
 
 /* A call in order until a fault is put in; q, k, v, o, lse and sinks are one array, so that a test
  * sees every write. */

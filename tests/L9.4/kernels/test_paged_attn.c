@@ -4,6 +4,8 @@
 #include "attn_ref.h"
 #include "hook.h"
 
+#define DECODE "tl_paged_attn_decode_f32"
+
 /* ---- values ---- */
 
 /* Puts whole rows given as floats into a pool: head 0 of layer 0 unless said otherwise. */
@@ -506,6 +508,55 @@ TEST(close_to_double_at_every_head_width)
     }
 }
 
+/* Contexts that end before, at and behind the edge of a stretch, alone and side by side. */
+TEST(contexts_over_stretches_follow_the_arithmetic)
+{
+    static const int64_t windows[] = {0, 20, 16384, 17000, 40000};
+    tl_pool *tp = make_threads(3);
+    for (size_t i = 0; i < 5; i++) {
+        const struct paged_spec spec = {.B = 5,
+                                        .H = 2,
+                                        .Hkv = 1,
+                                        .D = 4,
+                                        .block_tokens = i % 2 ? 33 : 16,
+                                        .window = windows[i],
+                                        .ctx = {16384, 33000, 16385, 7, 32769},
+                                        .data = i % 2 ? DATA_RISING : DATA_PLAIN,
+                                        .seed = 541 + i};
+        struct paged c = paged_make(&spec);
+        float *want = paged_want(&c);
+        for (int isa = 0; isa_select(isa); isa++) {
+            paged_run(&c, NULL);
+            CHECK_PAGED(&c, want, "%s, window %lld", tl_isa_name(), (long long)c.window);
+            paged_run(&c, tp);
+            CHECK_PAGED(&c, want, "%s, window %lld, three threads", tl_isa_name(),
+                        (long long)c.window);
+        }
+        free(want);
+        paged_free(&c);
+    }
+    tl_pool_destroy(tp);
+}
+
+/* A pool may hold wider rows; they are not attended. */
+TEST(head_widths_end_where_the_header_says)
+{
+    for (int64_t D = TL_MAX_HEAD_DIM; D <= TL_MAX_HEAD_DIM + 1; D++) {
+        const struct paged_spec spec = {
+            .B = 1, .H = 2, .Hkv = 1, .D = D, .block_tokens = 2, .ctx = {3}, .seed = 550};
+        struct paged c = paged_make(&spec);
+        const bool wide = D > TL_MAX_HEAD_DIM;
+        CHECK_STATUS(paged_call(&c, NULL), wide ? TL_EUNSUPPORTED : TL_OK);
+        CHECK(!wide || (error_names(DECODE) && error_mentions(D)), "\"%s\"", tl_last_error());
+        CHECK(!wide || all_paint(c.out, paged_size(&c)), "out was written");
+        c.D = D - 1; /* decides before */
+        CHECK_STATUS(paged_call(&c, NULL), TL_ESHAPE);
+        c.D = D, c.ctx[0] = 0; /* and this behind */
+        CHECK_STATUS(paged_call(&c, NULL), wide ? TL_EUNSUPPORTED : TL_EINVAL);
+        paged_free(&c);
+    }
+}
+
 /* From the window's edge and over two splits. */
 TEST(heads_as_wide_as_may_be)
 {
@@ -920,8 +971,6 @@ TEST(block_size_and_alignment_change_nothing)
 }
 
 /* ---- what is refused ---- */
-
-#define DECODE "tl_paged_attn_decode_f32"
 
 /* A step of three sequences that is in order until faults are put in. q and out are one array, so
  * that a test sees every write. */
