@@ -19,6 +19,7 @@ from tinyllm.ffi.libtinyllm import f32_ptr, load
 
 F32 = np.float32
 HOSTILE = np.array([0, -0.0, np.inf, -np.inf, np.nan, 1e-42, -1e-45, 3e38, -3e38, 1e-30], F32)
+INF = np.inf
 SINKS = np.array([-np.inf, 0, 3, -2, 50, -100, 1e30, np.nan, np.inf, 0.7], F32)
 
 
@@ -62,6 +63,42 @@ def test_prefill(seed: int) -> None:
     np.testing.assert_array_equal(
         bits(lse), bits(want_lse), f"lse of {q.shape}, {k.shape}, {options}"
     )
+
+
+@pytest.mark.parametrize(
+    ("n_rows", "n_keys", "q_offset", "options"),
+    [
+        (3, 18000, 17997, {}),
+        (1, 33000, 32999, {"window": 17000, "sink_logits": np.array([2, -INF], F32)}),
+        (2, 19000, 0, {"causal": False}),
+    ],
+)
+def test_prefill_over_stretches(
+    n_rows: int, n_keys: int, q_offset: int, options: dict[str, Any]
+) -> None:
+    rng = np.random.default_rng(n_keys)
+    q = 2 * rng.standard_normal((1, 2, n_rows, 4), F32)
+    k, v = rng.standard_normal((2, 1, 1, n_keys, 4), F32)
+    options = {"scale": 0.5, "q_offset": q_offset, **options}
+    out, lse = tinyllm.flash_attention(q, k, v, return_lse=True, **options)
+    want_out, want_lse = reference.flash_attn_fwd(q, k, v, **options)
+    np.testing.assert_array_equal(bits(out), bits(want_out))
+    np.testing.assert_array_equal(bits(lse), bits(want_lse))
+
+
+@pytest.mark.parametrize("window", [0, 20000])
+def test_decode_over_stretches(window: int) -> None:
+    rng = np.random.default_rng(window)
+    k, v = rng.standard_normal((2, 1, 33000, 4), F32)
+    q = 2 * rng.standard_normal((1, 2, 4), F32)
+    with tinyllm.PagedKVCache(None, 331, 100, 1, 1, 4) as cache:
+        cache.add_seq(0)
+        cache.append(0, 0, k, v)
+        out = tinyllm.paged_attention_decode(q, cache, [0], 0, scale=0.5, window=window, threads=2)
+        k16, v16 = (a[None] for a in cache.gather(0, 0))
+    table, ctx = np.array([[0]]), np.array([33000])
+    want = reference.paged_attn_decode(q, k16, v16, table, ctx, scale=0.5, window=window)
+    np.testing.assert_array_equal(bits(out), bits(want))
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -247,7 +247,7 @@ def stretches() -> Fixture:
     step = make(8, [2000], heads=2, kv_heads=1, width=3, block_tokens=100, scale=2.0)
     step.q = (Stream(9).unit(2, 2, 3) * 2).astype(np.float32)
     step.tables = np.stack([np.resize(np.roll(step.tables[0, :20], s), 331) for s in (0, 7)])
-    step.ctx_lens, step.out = np.array([33000, 16500], np.int32), np.zeros_like(step.q)
+    step.ctx_lens, step.out = np.array([33000, 18500], np.int32), np.zeros_like(step.q)
     return step
 
 

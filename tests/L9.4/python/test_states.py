@@ -89,6 +89,20 @@ def test_merged_states_equal_the_reference(dtype: str, hostile: bool) -> None:
     assert_same_bits(lse, want_lse)
 
 
+@pytest.mark.parametrize("window", [0, 17000])
+def test_states_over_stretches_merge_to_the_bits_of_one_call(window: int) -> None:
+    batch = make_batch(6, [(2, 33000)], block=100, dims=(4, 3))
+    division = [(0, 7), (7, 9), (16, 17)]
+    parts = [(states(batch, first, n, window=window), first) for first, n in division]
+    out, lse = merge_states(parts, return_lse=True)
+    want_out, want_lse = batch.run(window=window)
+    assert_same_bits(out, want_out)
+    assert_same_bits(lse, want_lse)
+    view = parts[2][0].reshape(-1, 17, 5)
+    seen = view[:, :, 0] > -np.inf
+    assert seen.any(axis=1).all() and (window or seen.all())
+
+
 def test_a_state_is_that_of_the_reference() -> None:
     batch = make_batch(3, [(1, 2100)], block=50)
     got = states(batch, 0, 3)
@@ -97,12 +111,11 @@ def test_a_state_is_that_of_the_reference() -> None:
     for head in range(4):
         g = head // 2
         k, v = (reference.widened(a[block, g, slot]) for a in (batch.k, batch.v))
+        rows = reference.Rows(batch.q[0, head][None], np.array([0]), np.array([2100]))
         for split in range(3):
-            low, high = 1024 * split, min(1024 * split + 1024, 2100)
-            want = reference.attend(
-                lambda t, n: reference.scores(batch.q[0, head][None], k[t:n], F32(8**-0.5)),  # noqa: B023
-                v, np.array([low]), np.array([high]),
-            )  # fmt: skip
+            want = reference.split_state(
+                rows.scored(k, 8**-0.5), v, rows.low, rows.high, 1024 * split
+            )
             row = np.concatenate([want.m, want.L, want.a[0]])
             np.testing.assert_array_equal(
                 bits(got[0, head, split]), bits(row), f"head {head}, split {split}"
