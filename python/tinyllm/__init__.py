@@ -25,11 +25,11 @@ from tinyllm.modern.window import windowed_attention
 from tinyllm.threads import ThreadPool
 
 if TYPE_CHECKING:
-    from tinyllm.observe.diff import diff
-    from tinyllm.observe.mass import attention_mass
-    from tinyllm.observe.recording import Recording, record
-    from tinyllm.observe.snapshot import Snapshot
-    from tinyllm.observe.timeline import timeline
+    from tinyllm.observe.calls.diff import diff
+    from tinyllm.observe.calls.recording import Recording, record
+    from tinyllm.observe.calls.timeline import timeline
+    from tinyllm.observe.pool.mass import attention_mass
+    from tinyllm.observe.pool.snapshot import Snapshot
 
 __all__ = [
     "AbiMismatch",
@@ -55,12 +55,12 @@ __all__ = [
 ]
 
 _LATER = {
-    "Recording": "tinyllm.observe.recording",
-    "Snapshot": "tinyllm.observe.snapshot",
-    "attention_mass": "tinyllm.observe.mass",
-    "diff": "tinyllm.observe.diff",
-    "record": "tinyllm.observe.recording",
-    "timeline": "tinyllm.observe.timeline",
+    "Recording": "tinyllm.observe.calls.recording",
+    "Snapshot": "tinyllm.observe.pool.snapshot",
+    "attention_mass": "tinyllm.observe.pool.mass",
+    "diff": "tinyllm.observe.calls.diff",
+    "record": "tinyllm.observe.calls.recording",
+    "timeline": "tinyllm.observe.calls.timeline",
 }
 
 

@@ -41,10 +41,7 @@ class Command(Protocol):
 COMMANDS: Final[tuple[Command, ...]] = (info, selftest, bench, demo, look, diff)
 
 DONE, FINDING, FAILED = 0, 1, 2
-INTERRUPTED, PIPE_CLOSED = (
-    130,
-    141,
-)  # what a shell reports of a program that SIGINT or SIGPIPE ended
+INTERRUPTED, PIPE_CLOSED = 130, 141  # what a shell reports after SIGINT and SIGPIPE
 
 _EPILOG: Final = """\
 begin here:
@@ -69,9 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit status; ``argv`` is what follows the program's name."""
     prog = "tinyllm"
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(
-            errors="replace"
-        )  # a terminal without these letters still gets an answer
+        # A terminal without some letter still gets an answer.
+        sys.stdout.reconfigure(errors="replace")
     try:
         args, unknown = _parser().parse_known_args(argv)
         prog = f"tinyllm {args.command.NAME}"
@@ -98,7 +94,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _was_interrupted(error: BaseException | None) -> bool:
-    """Whether ``error`` is trouble in cleaning up after an interrupt, such as a call it left half done."""
+    """Whether ``error`` came up in cleaning up after an interrupt, such as of a call it left half
+    done."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__context__
     return error is not None
@@ -114,7 +111,7 @@ def _say(problem: str) -> int:
 
 
 def _drop_stdout() -> None:
-    """Nobody takes the output: what is left of it must not trouble the flush at exit either."""
+    """The reader has gone: what is left of the output must not fail the flush at exit either."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

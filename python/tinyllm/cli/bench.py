@@ -4,8 +4,8 @@ its bytes.
 
 A shape is measured over several layers with the same contents, one after the other, so that what a
 call reads has left the caches since it was last read. Turn by turn the layers are decoded and then
-merely read, the same bytes in the same order on as many threads: that is the roof, and both meet
-the machine in the same mood.
+merely read, the same bytes in the same order on as many threads: that is the roof, and whatever
+else the machine does slows both.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from numpy.typing import NDArray
 
 import tinyllm
 from tinyllm._check import INT32_MAX
+from tinyllm._terminal import is_terminal
+from tinyllm._words import human_bytes, human_time
 from tinyllm.cli import machine
 from tinyllm.cli.common import (
     CliError,
@@ -32,13 +34,11 @@ from tinyllm.cli.common import (
     counts,
     heads,
     instruction_set,
-    is_terminal,
     library,
     number,
     print_json,
 )
 from tinyllm.ffi.libtinyllm import TL_POOL_MAX_THREADS, Lib, i32_ptr, u32_ptr, u64_ptr
-from tinyllm.observe.layout import human_bytes
 
 NAME: Final = "bench"
 HELP: Final = "how fast is a decode step of your shapes here, and how near the speed of memory?"
@@ -98,7 +98,8 @@ class Shape:
 
     @property
     def other_bytes(self) -> int:
-        """What is made besides: the float32 that fills the pool, queries and results, a head in float64."""
+        """What is made besides: the float32 that fills the pool, queries and results, a head in
+        float64."""
         filling = 8 * (self.ctx + self.batch) * self.kv_heads * self.dim
         checking = 16 * self.ctx * (self.dim + self.heads // self.kv_heads)
         return filling + checking + 8 * self.batch * self.heads * self.dim
@@ -107,12 +108,11 @@ class Shape:
         """With so many layers that a round leaves the caches, or as many as memory has room for."""
         room = None if available is None else int(_MEMORY_SHARE * available) - self.other_bytes
         if room is not None and self.layer_bytes > room:
-            wanted, free = (
-                human_bytes(n) for n in (self.layer_bytes + self.other_bytes, available or 0)
-            )
+            wanted = human_bytes(self.layer_bytes + self.other_bytes)
             raise CliError(
-                f"--ctx {self.ctx} --batch {self.batch} takes {wanted} of memory, and of the {free} that can "
-                "be had a fifth is left alone: make --ctx, --batch, --heads or --dim smaller"
+                f"--ctx {self.ctx} --batch {self.batch} takes {wanted} of memory, and of the "
+                f"{human_bytes(available or 0)} that can be had a fifth is left alone: make --ctx, "
+                "--batch, --heads or --dim smaller"
             )
         cache = cache or _SOME_CACHE
         most = min(
@@ -224,8 +224,7 @@ def _shapes(args: argparse.Namespace) -> Iterator[Shape]:
         yield shape.fitted(available, machine.last_level_cache())
 
 
-# --- the work
-# -----------------------------------------------------------------------------------------------
+# --- the work -------------------------------------------------------------------------------------
 
 
 class Workload:
@@ -270,7 +269,8 @@ class Workload:
         with self._pool._handle as threads:
             self.cache.lib.tl_kv_read(
                 self.cache.view(layer)._pointer, u32_ptr(self._tables), self._tables.shape[1],
-                i32_ptr(self._lengths), len(self._lengths), self.shape.window, threads, u64_ptr(self._word),
+                i32_ptr(self._lengths), len(self._lengths), self.shape.window, threads,
+                u64_ptr(self._word),
             )  # fmt: skip
 
     def error(self) -> float:
@@ -290,9 +290,8 @@ class Workload:
         seen = min(shape.ctx, shape.window or shape.ctx)
         group = shape.heads // shape.kv_heads
         worst = 0.0
-        for g, (k, v) in enumerate(
-            zip(*self.kv(s), strict=True)
-        ):  # one head at a time: float64 is large
+        # One head at a time: float64 is large.
+        for g, (k, v) in enumerate(zip(*self.kv(s), strict=True)):
             k, v = (a[-seen:].astype(np.float16).astype(np.float64) for a in (k, v))
             own = slice(g * group, (g + 1) * group)
             scores = self.q[s, own].astype(np.float64) @ k.T * shape.dim**-0.5
@@ -305,9 +304,8 @@ class Workload:
 @contextmanager
 def workload(lib: Lib, shape: Shape) -> Iterator[Workload]:
     """Makes a workload and takes it down."""
-    progress(
-        f"ctx {shape.ctx}, batch {shape.batch}: filling {human_bytes(shape.layer_bytes * shape.layers)}"
-    )
+    size = human_bytes(shape.layer_bytes * shape.layers)
+    progress(f"ctx {shape.ctx}, batch {shape.batch}: filling {size}")
     cache = tinyllm.PagedKVCache(
         lib, shape.blocks, shape.block, shape.layers, shape.kv_heads, shape.dim
     )
@@ -339,8 +337,7 @@ def measure(work: Workload, seconds: float) -> Result:
     return Result(median, p10, p90, rate, roof, rate / roof, len(calls), error)
 
 
-# --- showing it
-# ---------------------------------------------------------------------------------------------
+# --- showing it -----------------------------------------------------------------------------------
 
 
 def progress(text: str) -> None:
@@ -353,17 +350,14 @@ def print_head(isa: str, args: argparse.Namespace) -> None:
     usable, present = machine.cpus()
     window = f"window {args.window}" if args.window else "no window"
     print(f"{machine.cpu_model()}, {usable} of {present} CPUs, {isa}")
-    print(
-        f"heads {args.heads[0]}/{args.heads[1]}, width {args.dim}, blocks of {args.block}, {window}, f16\n"
-    )
-    print(
-        bold("     ctx  batch threads    median       p10       p90    GB/s    roof  of roof"),
-        flush=True,
-    )
+    heads = f"heads {args.heads[0]}/{args.heads[1]}, width {args.dim}"
+    print(f"{heads}, blocks of {args.block}, {window}, f16\n")
+    columns = "     ctx  batch threads    median       p10       p90    GB/s    roof  of roof"
+    print(bold(columns), flush=True)
 
 
 def print_row(shape: Shape, r: Result) -> None:
-    times = "".join(f"{_time(t):>10}" for t in (r.median, r.p10, r.p90))
+    times = "".join(f"{human_time(t):>10}" for t in (r.median, r.p10, r.p90))
     print(
         f"{shape.ctx:8} {shape.batch:6} {shape.threads:7}{times}"
         f"{r.rate / 1e9:8.1f}{r.roof / 1e9:8.1f}{100 * r.of_roof:8.0f}%",
@@ -375,13 +369,6 @@ def print_row(shape: Shape, r: Result) -> None:
         print(f"         partly from the cache: {sizes}", flush=True)
     if r.p90 > _BUSY * r.p10:
         print("         the machine was busy: run it again when it is quiet", flush=True)
-
-
-def _time(seconds: float) -> str:
-    for unit, scaled in (("us", seconds * 1e6), ("ms", seconds * 1e3)):
-        if scaled < 999.5:
-            return f"{scaled:#.3g}".rstrip(".") + f" {unit}"
-    return f"{seconds:#.3g} s"
 
 
 def report(isa: str, shapes: list[Shape], results: list[Result]) -> dict[str, Any]:

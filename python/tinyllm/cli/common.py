@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What the commands share: their error, the library, sizes for people, JSON."""
+"""What the commands share: their error, the library, bold text, JSON, types of arguments."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final, TextIO
+from typing import Any, Final
 
+from tinyllm._terminal import wants_colour
 from tinyllm.ffi.libtinyllm import Lib, load, signatures
 
 _PACKAGE: Final = Path(__file__).resolve().parents[2]  # what holds the package, for sys.path
@@ -23,7 +24,10 @@ class CliError(Exception):
 
 
 def library() -> Lib:
-    """The library, with every function this package knows. Raises: CliError, OSError, AbiMismatch."""
+    """The library, with every function this package knows.
+
+    Raises: CliError, OSError, AbiMismatch.
+    """
     lib = load()
     for name in signatures():
         try:
@@ -36,11 +40,12 @@ def library() -> Lib:
 
 
 def instruction_set(lib: Lib) -> str:
-    """The instruction set that ``lib`` runs on. Raises: CliError for a TINYLLM_ISA that is not here."""
+    """The instruction set that ``lib`` runs on. Raises: CliError for an unknown TINYLLM_ISA."""
     name, names = str(lib.tl_isa_name().decode()), lib.tl_isa_names().decode()
     if name not in names.split():
         raise CliError(
-            f"TINYLLM_ISA={name} is no instruction set of this machine and build; there are: {names}"
+            f"TINYLLM_ISA={name} is no instruction set of this machine and build; there are: "
+            f"{names}"
         )
     return name
 
@@ -74,22 +79,12 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, allow_nan=False))
 
 
-def is_terminal(stream: TextIO | None) -> bool:
-    """Whether ``stream`` is a terminal that can do more than print (TERM=dumb); a closed one is None."""
-    return stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
-
-
 def bold(text: str) -> str:
     """``text`` for stdout, bold where that shows."""
-    return (
-        f"\x1b[1m{text}\x1b[0m"
-        if is_terminal(sys.stdout) and not os.environ.get("NO_COLOR")
-        else text
-    )
+    return f"\x1b[1m{text}\x1b[0m" if wants_colour(sys.stdout) else text
 
 
-# --- arguments
-# ----------------------------------------------------------------------------------------------
+# --- arguments ------------------------------------------------------------------------------------
 
 
 def number(low: int, high: int) -> Callable[[str], int]:

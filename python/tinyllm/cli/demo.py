@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""``tinyllm demo``: what the library is for, on made-up numbers: one prompt, eight chats, equal bits."""
+"""``tinyllm demo``: what the library is for, on made-up numbers: one prompt, eight chats, equal
+bits."""
 
 from __future__ import annotations
 
@@ -14,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 import tinyllm
+from tinyllm._words import human_bytes
 from tinyllm.cli.common import CliError, bold, in_process, instruction_set, library
 from tinyllm.cli.golden import Numbers
 from tinyllm.ffi.libtinyllm import Lib, load
-from tinyllm.observe.layout import human_bytes
 
 NAME: Final = "demo"
 HELP: Final = "eight chats over one prompt: shared blocks, copies on write, equal bits"
@@ -52,7 +53,8 @@ WAYS: Final = (
 
 
 class Chats:
-    """A cache with one prompt in it and what a model might make of it: its numbers come from a generator."""
+    """A cache with one prompt in it and what a model might make of it: its numbers come from a
+    generator."""
 
     def __init__(self, lib: Lib, way: Way) -> None:
         copies = 1 if way.shared else CHATS
@@ -86,15 +88,17 @@ class Chats:
                 self.read_prompt(name)
 
     def step(self, t: int) -> Iterator[NDArray[np.float32]]:
-        """One more token for each chat: its K and V are stored, and every layer's attention comes out."""
+        """One more token for each chat: its K and V are stored, and the outputs of every layer are
+        yielded."""
         names = list(NAMES)
+        batches = [slice(None)]
+        if not self.way.together:
+            batches = [slice(i, i + 1) for i in range(CHATS)]
         for layer in range(LAYERS):
             for name, (k, v) in zip(names, self._new[t, layer], strict=True):
                 self.cache.append(name, layer, k, v)
             q = self._q[t, layer]
-            for rows in (
-                [slice(None)] if self.way.together else [slice(i, i + 1) for i in range(CHATS)]
-            ):
+            for rows in batches:
                 yield tinyllm.paged_attention_decode(
                     q[rows], self.cache, names[rows], layer, threads=self._pool
                 )
@@ -131,8 +135,7 @@ def run(args: argparse.Namespace) -> int:
     return prove(lib)
 
 
-# --- the story
-# ----------------------------------------------------------------------------------------------
+# --- the story ------------------------------------------------------------------------------------
 
 
 def tell(chats: Chats) -> None:
@@ -165,8 +168,9 @@ def tell(chats: Chats) -> None:
     )
     print(f"   shared, which is copied before it is written: {copied} copies, and no other ever.")
     print(
-        f"   {1e3 * took / STEPS:.1f} ms a step. {used} blocks in use, not {alone}: {saved} saved.\n"
+        f"   {1e3 * took / STEPS:.1f} ms a step. {used} blocks in use, not {alone}: {saved} saved."
     )
+    print()
     print(bold("4. What the pool looks like now, by cache.look()"))
     print(cache.look(), end="\n\n")
 
@@ -175,8 +179,9 @@ def prove(lib: Lib) -> int:
     """The same chats in every way, on every instruction set: 0 where all bits are the same."""
     print(bold("5. The bits do not depend on how"))
     print(
-        f"   All that attention gave, {STEPS} steps x {LAYERS} layers x {CHATS} chats, as SHA-256:\n"
+        f"   All that attention gave, {STEPS} steps x {LAYERS} layers x {CHATS} chats, as SHA-256:"
     )
+    print()
     digests = []
     own = instruction_set(lib)
     for way in WAYS:

@@ -11,6 +11,7 @@ import numpy as np
 
 import tinyllm
 from tinyllm._check import INT32_MAX
+from tinyllm._words import human_bytes
 from tinyllm.cli import machine
 from tinyllm.cli.common import (
     CliError,
@@ -22,7 +23,6 @@ from tinyllm.cli.common import (
     number,
     print_json,
 )
-from tinyllm.observe.layout import human_bytes
 
 NAME: Final = "info"
 HELP: Final = "which library is used, on which instruction set, and what this machine offers it"

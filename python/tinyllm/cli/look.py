@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""``tinyllm look``: what a KV cache looked like when ``PagedKVCache.snapshot`` wrote a file of it."""
+"""``tinyllm look``: what a KV cache looked like when ``PagedKVCache.snapshot`` wrote a file of
+it."""
 
 from __future__ import annotations
 
@@ -7,10 +8,10 @@ import argparse
 from typing import Any, Final
 
 from tinyllm.cli.common import CliError, add_json, print_json
-from tinyllm.observe.metrics import prometheus
-from tinyllm.observe.picture import Picture
-from tinyllm.observe.snapshot import Snapshot
-from tinyllm.observe.terminal import LEAST_WIDTH, MOST_WIDTH
+from tinyllm.observe.pool.metrics import prometheus
+from tinyllm.observe.pool.picture import Picture
+from tinyllm.observe.pool.snapshot import Snapshot
+from tinyllm.observe.pool.terminal import LEAST_WIDTH, MOST_WIDTH
 
 NAME: Final = "look"
 HELP: Final = "a picture of a KV cache from a snapshot file"
@@ -33,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--width", metavar="N", type=_width, help="columns to draw in (the terminal's)"
     )
-    parser.add_argument("--no-color", action="store_true", help="letters instead of coloured bars")
+    parser.add_argument("--no-colour", action="store_true", help="letters instead of coloured bars")
     parser.add_argument("--metrics", action="store_true", help="print Prometheus metrics instead")
     add_json(parser)
 
@@ -53,12 +54,13 @@ def run(args: argparse.Namespace) -> int:
     elif args.metrics:
         print(prometheus(snapshot), end="")
     else:
-        print(picture.text(args.width, color=False if args.no_color else None))
+        print(picture.text(args.width, colour=False if args.no_colour else None))
     return 1 if snapshot.unowned.any() else 0
 
 
 def facts_of(snapshot: Snapshot) -> dict[str, Any]:
-    """What the picture shows, for machines: sizes, counters, sequences, blocks with references amiss."""
+    """What the picture shows, for machines: sizes, counters, sequences, and blocks whose references
+    are not those of their holders."""
     amiss = snapshot.unowned != 0
     ids, surplus = snapshot.blocks["id"][amiss].tolist(), snapshot.unowned[amiss].tolist()
     return {

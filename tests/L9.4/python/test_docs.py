@@ -80,8 +80,7 @@ def with_blocks(*languages: str) -> list[object]:
     ]
 
 
-# --- Python and shell
-# ---------------------------------------------------------------------------------------
+# --- Python and shell -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("page", with_blocks("python", "sh"))
@@ -159,8 +158,7 @@ def test_dots_stand_for_what_is_not_shown() -> None:
     assert not matches("a\n...\n", "b\n") and not matches("a.c\n", "abc\n")
 
 
-# --- C
-# ------------------------------------------------------------------------------------------------------
+# --- C --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("page", with_blocks("c"))
@@ -190,7 +188,7 @@ def compile_c(text: str, program: Path) -> Path:
     return program
 
 
-# --- links --------------------------------------------------------------------------------------------------
+# --- links ----------------------------------------------------------------------------------------
 
 
 def without_blocks(markdown: str) -> str:
@@ -232,7 +230,7 @@ def test_anchors_follow_the_headings() -> None:
     assert anchors_of(text) == {"a-b_c-d", "a-b", "a-b-1", "x-z"}
 
 
-# --- figures and rules --------------------------------------------------------------------------------------
+# --- figures and rules ----------------------------------------------------------------------------
 
 
 def test_the_index_names_every_command_and_page() -> None:

@@ -61,8 +61,7 @@ def digest(rows: NDArray[np.float32]) -> str:
     return hashlib.sha256(rows.tobytes()).hexdigest()[:16]
 
 
-# --- what they print
-# ----------------------------------------------------------------------------------------
+# --- what they print ------------------------------------------------------------------------------
 
 
 def lines(*expected: str) -> Callable[[str], None]:

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 from tinyllm import ClosedError, PagedKVCache
+from tinyllm._terminal import harmless
 from tinyllm.ffi.libtinyllm import Lib, u32_ptr
-from tinyllm.observe.layout import harmless, human_bytes
-from tinyllm.observe.picture import Picture
-from tinyllm.observe.snapshot import BLOCK, SequenceState, Snapshot
+from tinyllm.observe.pool.picture import Picture
+from tinyllm.observe.pool.snapshot import BLOCK, SequenceState, Snapshot
 
 B = 4
 HOSTILE = (
@@ -91,21 +91,11 @@ def map_rows(text: str, n: int) -> str:
     return "".join(rows)[:n]
 
 
-# --- text
-# ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("n", "said"),
-    [(0, "0 B"), (999, "999 B"), (1000, "1000 B"), (1023, "1023 B"), (1024, "1 KiB"), (1536, "1.5 KiB"),
-     (999 << 10, "999 KiB"), (1010 << 10, "0.986 MiB"), (5 << 40, "5 TiB")],
-)  # fmt: skip
-def test_bytes_have_three_digits_and_no_exponent(n: int, said: str) -> None:
-    assert human_bytes(n) == said
+# --- text -----------------------------------------------------------------------------------------
 
 
 def test_each_cell_says_whose_its_block_is_and_whether_it_is_full(cache: PagedKVCache) -> None:
-    cells = map_rows(cache.look().text(80, color=False), 24)
+    cells = map_rows(cache.look().text(80, colour=False), 24)
     tables = {key: cache.block_table(name) for key, name in zip("ABCD", ("base", "left", "right", "window"),
                                                                 strict=True)}  # fmt: skip
     held = np.concatenate([table[table >= 0] for table in tables.values()])
@@ -129,11 +119,11 @@ def test_in_colour_the_height_of_a_bar_is_the_fill(lib: Lib) -> None:
         for fill in range(1, 9):
             cache.add_seq(fill)
             cache.append(fill, 0, rows(fill), rows(fill))
-        assert map_rows(cache.look().text(80, color=True), 9) == "▁▂▃▄▅▆▇█·"
+        assert map_rows(cache.look().text(80, colour=True), 9) == "▁▂▃▄▅▆▇█·"
 
 
 def test_tables_are_ranges_with_what_is_shared_marked(cache: PagedKVCache) -> None:
-    text = cache.look().text(100, color=False)
+    text = cache.look().text(100, colour=False)
     tables = {name: cache.block_table(name).tolist() for name in ("base", "left", "window")}
     first, second = tables["base"][:2]
     assert second == first + 1
@@ -156,7 +146,7 @@ def test_lengths_of_layers_that_differ_are_both_said(lib: Lib) -> None:
 
 def test_the_counters_are_in_words(cache: PagedKVCache) -> None:
     c = cache.snapshot().counters
-    text = cache.look().text(100, color=False)
+    text = cache.look().text(100, colour=False)
     assert f"blocks   {c['blocks_used']} of 24 used" in text
     assert f"{c['blocks_shared']} blocks shared, {c['blocks_saved']} saved by it" in text
     assert f"{c['tokens']} in 96 slots" in text
@@ -167,7 +157,7 @@ def test_leaks_are_called_out_with_their_blocks(cache: PagedKVCache) -> None:
     taken = np.empty(3, np.uint32)
     cache.lib.tl_kv_alloc(cache.pool, 3, u32_ptr(taken))
     assert sorted(taken.tolist()) == [9, 10, 12]
-    text = cache.look().text(80, color=False)
+    text = cache.look().text(80, colour=False)
     assert "LEAK     3 references without an owner: blocks 9-10, 12\n" in text
     assert [block for block, cell in enumerate(map_rows(text, 24)) if cell == "?"] == [9, 10, 12]
     window = int(cache.block_table("window")[2])
@@ -178,14 +168,14 @@ def test_leaks_are_called_out_with_their_blocks(cache: PagedKVCache) -> None:
 
 
 @pytest.mark.parametrize("width", [40, 41, 53, 64, 79, 80, 100, 137, 200])
-@pytest.mark.parametrize("color", [False, True])
+@pytest.mark.parametrize("colour", [False, True])
 def test_no_line_is_wider_than_it_may_be(
-    cache: PagedKVCache, hostile: PagedKVCache, width: int, color: bool
+    cache: PagedKVCache, hostile: PagedKVCache, width: int, colour: bool
 ) -> None:
     for some in (cache, hostile):
         mass = {seq: np.full((9, 6), 1 / 6, np.float32) for seq in some._sequences}
         for glyphs in (False, True):
-            for line in some.look(mass).text(width, color=color, glyphs=glyphs).splitlines():
+            for line in some.look(mass).text(width, colour=colour, glyphs=glyphs).splitlines():
                 assert display_width(plain(line)) <= width
 
 
@@ -193,7 +183,7 @@ def test_no_line_is_wider_than_it_may_be(
 def test_without_colour_there_are_no_escapes_and_without_glyphs_only_ascii(
     hostile: PagedKVCache, glyphs: bool
 ) -> None:
-    text = hostile.look().text(80, color=False, glyphs=glyphs)
+    text = hostile.look().text(80, colour=False, glyphs=glyphs)
     assert "\x1b" not in text
     names = "".join(harmless(name if isinstance(name, str) else repr(name), 18) for name in HOSTILE)
     assert set(text) - set(names) <= set(map(chr, range(32, 127))) | {"\n"}
@@ -216,7 +206,7 @@ def test_long_lists_end_in_how_many_more_there_are(lib: Lib) -> None:
             cache.add_seq(seq)
         for _, seq in itertools.product(range(15), range(25)):
             cache.append(seq, 0, rows(1), rows(1))
-        text = cache.look().text(80, color=False)
+        text = cache.look().text(80, colour=False)
         assert "  ... and 5 more" in text
         row = re.search(r"^  A 0 .* runs +([0-9 ]+) \.\.\. and (\d+) more$", text, re.MULTILINE)
         assert row is not None
@@ -256,25 +246,7 @@ with tinyllm.PagedKVCache(None, 4, 4, 1, 1, 2) as c:
     assert "▃█" in run_silently(code, PYTHONIOENCODING="utf-8")
 
 
-# --- names --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", [name for name in HOSTILE if isinstance(name, str)])
-@pytest.mark.parametrize("width", [3, 4, 18, 40])
-def test_a_name_is_made_harmless_and_short(name: str, width: int) -> None:
-    shown = harmless(name, width)
-    assert display_width(shown) <= width
-    assert shown.isprintable()
-
-
-def test_a_name_that_fits_stays_as_it_is() -> None:
-    assert harmless("chat 1", 6) == "chat 1"
-    assert harmless("chat 12", 6) == "cha..."
-    assert harmless("漢字", 4) == "漢字"
-    assert harmless("\x1b[m", 18) == r"\x1b[m"
-
-
-# --- SVG ----------------------------------------------------------------------------------------------------
+# --- SVG ------------------------------------------------------------------------------------------
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -337,7 +309,7 @@ def test_a_picture_is_kept_in_a_file(cache: PagedKVCache, tmp_path: Any) -> None
     assert (tmp_path / "a.svg").read_text(encoding="utf-8") == cache.look().svg()
 
 
-# --- large pools --------------------------------------------------------------------------------------------
+# --- large pools ----------------------------------------------------------------------------------
 
 
 def large(n_blocks: int, n_sequences: int) -> Snapshot:
@@ -356,7 +328,7 @@ def test_a_large_pool_is_drawn_in_cells_of_many_blocks(n_blocks: int) -> None:
     some = min(n_blocks, 1_000_000)
     seen = large(some, 300)
     object.__setattr__(seen, "num_blocks", n_blocks)
-    text, document = Picture(seen).text(80, color=True), Picture(seen).svg()
+    text, document = Picture(seen).text(80, colour=True), Picture(seen).svg()
     assert len(text) < 40_000 and len(document) < 400_000
     assert len(text.splitlines()) < 60
     ET.fromstring(document)
@@ -379,15 +351,15 @@ def test_cells_of_many_blocks_say_what_is_in_all_of_them() -> None:
         4096, B, 1, 1, 2, 16, blocks,
         (SequenceState("a", a, (len(a) * B,)), SequenceState("b", b, (len(b) * B,))),
     )  # fmt: skip
-    text = Picture(seen).text(80, color=False)
+    text = Picture(seen).text(80, colour=False)
     assert "1 cell = 4 blocks" in text
     assert map_rows(text, 1024) == "AA22bbBB" + "AB" * 380 + "." * 256
-    text = Picture(seen).text(48, color=False)
+    text = Picture(seen).text(48, colour=False)
     assert "1 cell = 8 blocks" in text
     assert map_rows(text, 512) == "A2bB" + "*" * 380 + "." * 128
 
 
-# --- attention mass in pictures -----------------------------------------------------------------------------
+# --- attention mass in pictures -------------------------------------------------------------------
 
 
 def test_strips_show_the_mass_of_each_head(cache: PagedKVCache) -> None:
@@ -395,7 +367,7 @@ def test_strips_show_the_mass_of_each_head(cache: PagedKVCache) -> None:
     mass[0] = [0.0, 0.5, 0.25, 0.0, 0.25]
     mass[1] = [0.125, 0.0, 0.0, 0.0, 0.75]
     table = cache.block_table("base")
-    text = cache.look({"base": mass}).text(90, color=False)
+    text = cache.look({"base": mass}).text(90, colour=False)
     assert f"head 0      █▄ ▄ 50 % in block {table[1]}\n" in text
     assert f"head 1     ▁   █ 75 % in block {table[4]}, sink 12.5 %\n" in text
     said = texts(cache.look({"base": mass}).svg())
@@ -420,7 +392,7 @@ def test_of_many_heads_the_mean_is_drawn_and_of_many_blocks_sums(lib: Lib) -> No
         cache.append("a", 0, rows(144), rows(144))
         mass = np.zeros((16, 144), np.float32)
         mass[:8, 100], mass[8:, 143] = 1, 1
-        text = cache.look({"a": mass}).text(80, color=False)
+        text = cache.look({"a": mass}).text(80, colour=False)
         assert "1 bar = 4 blocks" in text
         assert f"mean of 16 {' ' * 25}█{' ' * 9}█ 50 % in block" in text
 
@@ -462,7 +434,7 @@ def test_mass_for_a_sequence_that_the_snapshot_has_not_is_refused(cache: PagedKV
             Picture(cache.snapshot(), {i: np.ones((1, 5))})
 
 
-# --- closed -------------------------------------------------------------------------------------------------
+# --- closed ---------------------------------------------------------------------------------------
 
 
 def test_a_closed_cache_is_not_looked_at(lib: Lib) -> None:

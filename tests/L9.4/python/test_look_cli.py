@@ -34,9 +34,9 @@ Capture = pytest.CaptureFixture[str]
 
 
 def test_prints_the_picture(cache: PagedKVCache, file: str, capsys: Capture) -> None:
-    assert main(["look", file, "--width", "72", "--no-color"]) == 0
+    assert main(["look", file, "--width", "72", "--no-colour"]) == 0
     out, err = capsys.readouterr()
-    assert (out, err) == (cache.look().text(72, color=False) + "\n", "")
+    assert (out, err) == (cache.look().text(72, colour=False) + "\n", "")
 
 
 def test_colour_is_for_terminals_and_can_be_refused(
@@ -47,7 +47,7 @@ def test_colour_is_for_terminals_and_can_be_refused(
     monkeypatch.delenv("NO_COLOR", raising=False)
     assert main(["look", file]) == 0
     assert "\x1b[" in capsys.readouterr().out
-    assert main(["look", file, "--no-color"]) == 0
+    assert main(["look", file, "--no-colour"]) == 0
     assert "\x1b" not in capsys.readouterr().out
 
 

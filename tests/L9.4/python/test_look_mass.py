@@ -13,7 +13,7 @@ import tinyllm
 from numpy.typing import NDArray
 from tinyllm import ClosedError, KVView, PagedKVCache, attention_mass
 from tinyllm.ffi.libtinyllm import Lib
-from tinyllm.observe import mass as mass_module
+from tinyllm.observe.pool import mass as mass_module
 
 H, HKV, D, DV = 6, 2, 24, 8
 LENGTHS = (1, 7, 16, 33, 50)

@@ -17,9 +17,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tinyllm import ClosedError, OutOfBlocks, PagedKVCache
 from tinyllm.ffi.libtinyllm import Lib, u32_ptr
-from tinyllm.observe.metrics import prometheus
-from tinyllm.observe.picture import Picture
-from tinyllm.observe.snapshot import Snapshot
+from tinyllm.observe.pool.metrics import prometheus
+from tinyllm.observe.pool.picture import Picture
+from tinyllm.observe.pool.snapshot import Snapshot
 
 B, BLOCKS, LAYERS = 4, 12, 2
 
@@ -40,8 +40,7 @@ def append(cache: PagedKVCache, seq: Any, n_tokens: int) -> None:
         cache.append(seq, layer, rows(n_tokens), rows(n_tokens))
 
 
-# --- counters against an account of every block
-# -------------------------------------------------------------
+# --- counters against an account of every block ---------------------------------------------------
 
 
 class Block:
@@ -255,8 +254,7 @@ def test_names_are_strings_as_they_are_and_repr_of_the_rest(cache: PagedKVCache)
     ]
 
 
-# --- references without an owner
-# ----------------------------------------------------------------------------
+# --- references without an owner ------------------------------------------------------------------
 
 
 def test_references_taken_past_the_cache_are_leaked_and_nothing_breaks(cache: PagedKVCache) -> None:
@@ -301,8 +299,7 @@ def test_a_closed_cache_has_no_snapshot(lib: Lib, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-# --- the file
-# -----------------------------------------------------------------------------------------------
+# --- the file -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -520,7 +517,7 @@ def test_whatever_stands_in_a_file_it_is_refused_or_can_be_drawn(
         assert "odd.json: no snapshot" in refusal
         return
     ET.fromstring(Picture(read).svg())
-    assert max(map(len, Picture(read).text(80, color=False).splitlines())) <= 80
+    assert max(map(len, Picture(read).text(80, colour=False).splitlines())) <= 80
     assert prometheus(read).count("\n") == 3 * 16
     read.save(tmp_path / "again.json")
     assert Snapshot.load(tmp_path / "again.json") == read

@@ -78,8 +78,7 @@ def held(batch: Batch, a: NDArray[Any], s: int, positions: list[int]) -> NDArray
     return np.stack([a[batch.tables[s, p // b], :, p % b] for p in positions])
 
 
-# --- what is in it
-# ------------------------------------------------------------------------------------------
+# --- what is in it --------------------------------------------------------------------------------
 
 
 def test_arrays_and_options_are_those_of_the_call(batch: Batch, tmp_path: Path) -> None:
@@ -235,8 +234,7 @@ def test_nobody_and_nothing_are_recorded_too(tmp_path: Path) -> None:
         ] * 2
 
 
-# --- decode
-# -------------------------------------------------------------------------------------------------
+# --- decode ---------------------------------------------------------------------------------------
 
 
 def small_cache() -> PagedKVCache:
@@ -282,8 +280,7 @@ def test_decode_refuses_the_same_when_watched(tmp_path: Path) -> None:
         assert recorder.n_calls == 0
 
 
-# --- when the file is there
-# ---------------------------------------------------------------------------------
+# --- when the file is there -----------------------------------------------------------------------
 
 
 def test_the_file_appears_at_the_end_and_replaces_another(batch: Batch, tmp_path: Path) -> None:
@@ -352,8 +349,7 @@ def test_record_refuses(
     assert os.listdir(tmp_path) == []
 
 
-# --- whose calls
-# --------------------------------------------------------------------------------------------
+# --- whose calls ----------------------------------------------------------------------------------
 
 
 def test_nested_records_record_both(batch: Batch, tmp_path: Path) -> None:
@@ -397,8 +393,7 @@ def test_calls_of_several_threads_are_recorded_whole(batch: Batch, tmp_path: Pat
         assert all(bits(call.out).tobytes() == bits(run[0].out).tobytes() for call in run)
 
 
-# --- bytes that are no record
-# -------------------------------------------------------------------------------
+# --- bytes that are no record ---------------------------------------------------------------------
 
 
 def read_whole(path: Path) -> int:

@@ -23,7 +23,7 @@ from tinyllm._observers import observing
 from tinyllm._paged_call import PagedCall
 from tinyllm.cli import main
 from tinyllm.ffi.libtinyllm import Lib
-from tinyllm.observe.diff import Diff, Finding, Value, ulps
+from tinyllm.observe.calls.diff import Diff, Finding, Value, ulps
 
 F32 = np.float32
 LENGTHS = [(1, 2100), (3, 1024), (2, 1026), (0, 40), (1, 7)]
@@ -74,8 +74,7 @@ def places(shape: tuple[int, ...]) -> st.SearchStrategy[tuple[int, ...]]:
     return st.tuples(*(st.integers(0, n - 1) for n in shape))
 
 
-# --- a planted bit
-# ------------------------------------------------------------------------------------------
+# --- a planted bit --------------------------------------------------------------------------------
 
 
 @no_deadline
@@ -214,8 +213,7 @@ def test_a_bit_of_the_states(good: Path, tmp_path: Path, where: Any, element: in
     assert found.ulps == 1
 
 
-# --- options and shapes
-# -------------------------------------------------------------------------------------
+# --- options and shapes ---------------------------------------------------------------------------
 
 SLOPES, ZEROS = np.array([0.5, 2.0**-8, 0, -0.3], F32), np.zeros(4, F32)
 
@@ -275,8 +273,7 @@ def test_a_call_that_is_missing(good: Path, tmp_path: Path) -> None:
     assert "a has 3 calls, b has 1; 1 call compared." in str(found)
 
 
-# --- what no bit depends on
-# ---------------------------------------------------------------------------------
+# --- what no bit depends on -----------------------------------------------------------------------
 
 
 def test_threads_blocks_and_kept_bytes_are_no_difference(good: Path, tmp_path: Path) -> None:
@@ -328,8 +325,7 @@ def test_same_inputs_and_other_bits_name_what_is_not_the_same(good: Path, tmp_pa
     assert "does somebody write K and V during the call?" in str(alike)
 
 
-# --- floats
-# -------------------------------------------------------------------------------------------------
+# --- floats ---------------------------------------------------------------------------------------
 
 
 def code(x: float) -> int:
@@ -407,8 +403,7 @@ def test_nans_and_zeros_differ_by_their_bits(tmp_path: Path, a: int, b: int, tex
     assert text in str(found)
 
 
-# --- the command
-# --------------------------------------------------------------------------------------------
+# --- the command ----------------------------------------------------------------------------------
 
 
 def test_the_command_says_equal_with_0(good: Path, capsys: pytest.CaptureFixture[str]) -> None:

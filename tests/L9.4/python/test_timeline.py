@@ -22,8 +22,8 @@ from test_paged_attention import Batch, assert_same_bits, make_batch
 from tinyllm import PagedKVCache, paged_attention_decode, record
 from tinyllm import timeline as watched
 from tinyllm.ffi.libtinyllm import Lib
-from tinyllm.observe import timeline as module
-from tinyllm.observe.timeline import EVENT, MERGE, ROWS, SHARED, Timeline, TracedCall
+from tinyllm.observe.calls import timeline as module
+from tinyllm.observe.calls.timeline import EVENT, MERGE, ROWS, SHARED, Timeline, TracedCall
 
 F32 = np.float32
 
@@ -59,8 +59,7 @@ def walked(timeline: Timeline, batch: Batch, n_kv: int = 2) -> NDArray[np.int64]
     return times
 
 
-# --- what is in it
-# ------------------------------------------------------------------------------------------
+# --- what is in it --------------------------------------------------------------------------------
 
 
 @settings(deadline=None, max_examples=30)
@@ -166,8 +165,7 @@ def test_events_that_found_no_room_are_counted(
     assert_same_bits(seen[0], batch.run()[0])
 
 
-# --- whose calls
-# --------------------------------------------------------------------------------------------
+# --- whose calls ----------------------------------------------------------------------------------
 
 
 def test_nested_timelines_and_records_see_the_same_call(batch: Batch, tmp_path: Path) -> None:
@@ -208,14 +206,13 @@ def test_calls_of_several_threads_are_kept_apart(batch: Batch) -> None:
         assert (walked(one, batch) == 1).all()
 
 
-# --- what it shows
-# ------------------------------------------------------------------------------------------
+# --- what it shows --------------------------------------------------------------------------------
 
 
 def made(
     events: list[tuple[int, ...]], *, n_workers: int = 2, calls: list[tuple[int, int]] | None = None
 ) -> Timeline:
-    """Events as (call, worker, what, seq, kv_head, begin, end) in µs."""
+    """Events as (call, worker, what, seq, kv_head, begin, end) in us."""
     timeline = Timeline()
     calls = calls or [(1000, 1100)]
     timeline.calls = [
@@ -247,10 +244,10 @@ def test_busy_is_the_part_of_the_time_with_an_event() -> None:
 
 def test_text_is_a_lane_for_each_worker() -> None:
     assert made(WORK).text(width=20).splitlines() == [
-        "paged_attention: 3 sequences, 2 workers, 100 µs, 55 % busy",
+        "paged_attention: 3 sequences, 2 workers, 100 us, 55 % busy",
         "worker 0  ======CCCCCCCCCC....  80 %",
         "worker 1  ....BBBB..........++  30 %",
-        "          |0                  |100 µs",
+        "          |0                  |100 us",
         "          B sequence 1, C sequence 2  = shared walk  + merge  . nothing",
     ]
 
@@ -302,13 +299,13 @@ def texts(svg: ElementTree.Element, tag: str) -> list[str]:
 def test_the_picture_names_every_bar() -> None:
     svg = svg_of(made(WORK))
     assert [t for t in texts(svg, "title") if not t.startswith("call")] == [
-        "shared from seq 0 head 0: rows 0-1 of q, splits 0, 30 µs from 0 ns on",
-        "seq 2 head 0: rows 0-1 of q, splits 0, 50 µs from 30 µs on",
-        "seq 1 head 1: rows 0-1 of q, splits 0, 20 µs from 20 µs on",
-        "merge: rows 0-1 of q, splits 0, 10 µs from 90 µs on",
+        "shared from seq 0 head 0: rows 0-1 of q, splits 0, 30.0 us from 0 ns on",
+        "seq 2 head 0: rows 0-1 of q, splits 0, 50.0 us from 30.0 us on",
+        "seq 1 head 1: rows 0-1 of q, splits 0, 20.0 us from 20.0 us on",
+        "merge: rows 0-1 of q, splits 0, 10.0 us from 90.0 us on",
     ]
     shown = texts(svg, "text")
-    assert shown[0] == "paged_attention: 3 sequences, 2 workers, 100 µs, 55 % busy"
+    assert shown[0] == "paged_attention: 3 sequences, 2 workers, 100 us, 55 % busy"
     assert {
         "worker 0",
         "worker 1",
@@ -340,17 +337,17 @@ def test_narrow_bars_are_drawn_as_one() -> None:
     many = made(
         [(0, 0, ROWS, 0, 0, 1000 + i, 1001 + i) for i in range(50000)], calls=[(1000, 51000)]
     )
-    assert [t for t in texts(svg_of(many), "title") if "and 49999 narrow bars after it" in t]
+    assert [t for t in texts(svg_of(many), "title") if "and 49,999 narrow bars after it" in t]
     assert len(many.svg()) < 10000
 
 
 def test_calls_are_bands_and_one_can_be_shown_alone() -> None:
     two = made([*WORK, (1, 1, ROWS, 0, 0, 2000, 2100)], calls=[(1000, 1100), (2000, 2300)])
     bands = [t for t in texts(svg_of(two), "title") if t.startswith("call")]
-    assert bands == ["call 0: paged_attention, 100 µs", "call 1: paged_attention, 300 µs"]
+    assert bands == ["call 0: paged_attention, 100 us", "call 1: paged_attention, 300 us"]
     assert (
         texts(svg_of(two, 1), "text")[0]
-        == "paged_attention: 3 sequences, 2 workers, 300 µs, 16.7 % busy"
+        == "paged_attention: 3 sequences, 2 workers, 300 us, 16.7 % busy"
     )
     assert two.text(1).startswith("paged_attention: 3 sequences")
     assert two.text().startswith("2 calls of paged_attention: 3 sequences")
@@ -422,6 +419,14 @@ def test_showing_refuses(options: dict[str, Any], error: type[Exception], text: 
         for show in (made(WORK).svg, made(WORK).busy):
             with pytest.raises(error, match=text):
                 show(**options)
+
+
+@pytest.mark.parametrize("name", ["call.svg", "call.SVG"])
+def test_a_name_that_ends_in_svg_gets_the_picture(name: str, tmp_path: Path) -> None:
+    made(WORK).save(tmp_path / name)
+    assert (tmp_path / name).read_text(encoding="utf-8") == made(WORK).svg()
+    made(WORK).save(tmp_path / "svg")
+    assert json.loads((tmp_path / "svg").read_text()) == made(WORK).to_chrome()
 
 
 def test_save_says_where_it_cannot_write(tmp_path: Path) -> None:
