@@ -151,9 +151,8 @@ def main() -> None:
         python, c = np.median(times, axis=1)
         p10, added, p90 = np.quantile(times[0] - times[1], (0.1, 0.5, 0.9))
         missed = " !" if added > target else ""
-        print(
-            f"{name:40} {python:8.1f} {c:8.1f} {added:8.1f} {p10:8.1f} {p90:8.1f} {target:8g}{missed}"
-        )
+        figures = "".join(f" {us:8.1f}" for us in (python, c, added, p10, p90))
+        print(f"{name:40}{figures} {target:8g}{missed}")
         if options.json:
             row = {
                 "what": name,

@@ -42,7 +42,7 @@ def change(old: int | None, new: int) -> float | None:
 
 
 def show(new: Counts, old: Counts) -> tuple[bool, list[str]]:
-    """Prints the comparison. Whether something has to be explained, and a line for every such change."""
+    """Prints the comparison; gives whether a change has to be explained, and a line for each."""
     unexplained, changes = False, []
     print(f"{'step':32} {'':7} {'now':>10} {'kept':>10} {'change':>8}")
     for (step, isa), count in new.items():
@@ -59,8 +59,9 @@ def show(new: Counts, old: Counts) -> tuple[bool, list[str]]:
 def write(made_with: str, new: Counts, history: list[str], today: list[str]) -> None:
     """Writes counts.txt."""
     lines = [
-        "# Instructions of small fixed steps (count_step.c), compared by `make counts`. A change above 2%",
-        "# is explained in the history: make counts UPDATE=1 WHY='...'. Other compilers give other counts.",
+        "# Instructions of small fixed steps (count_step.c), compared by `make counts`. A change",
+        "# above 2% is explained in the history: make counts UPDATE=1 WHY='...'. Other compilers",
+        "# give other counts.",
         f"{HEAD}{made_with}",
         *(f"{step:32} {isa:7} {count:10}" for (step, isa), count in new.items()),
         "# History",

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Remakes the pictures of look.md, by running the page: PYTHONPATH=python python docs/look_pictures.py"""
+"""Remakes the pictures of look.md by running the page.
+
+PYTHONPATH=python python docs/look_pictures.py
+"""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ HEADS, KV_HEADS, D = 32, 4, 64
 
 
 def main(path: str) -> None:
-    """Three chats on one prompt of 4096 tokens, one of 9000 of its own, the next 16 tokens of a prompt."""
+    """Three chats on one prompt of 4096 tokens, one of 9000 of its own, 16 tokens of a prompt."""
     rng = np.random.default_rng(0)
 
     def grow(name: str, n: int) -> None:

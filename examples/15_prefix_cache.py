@@ -28,7 +28,7 @@ def find(lib, pool: int, name: int) -> "int | None":
 
 
 def prefill(lib, pool: int, tokens: list[int]) -> np.ndarray:
-    """A block table for ``tokens``: full blocks that are known are shared, the others made and registered."""
+    """A block table for ``tokens``: known full blocks are shared, the others are registered."""
     n_blocks, n_full = -(-len(tokens) // BLOCK), len(tokens) // BLOCK
     names, parent = [], 0
     for i in range(n_full):

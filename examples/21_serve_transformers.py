@@ -49,8 +49,8 @@ def random_model() -> "tuple[LlamaForCausalLM, list[list[int]], None]":
     """A model nobody trained, and twelve prompts of nothing."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=8,
-        num_key_value_heads=2, eos_token_id=None, initializer_range=0.2,
+        vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=4,
+        num_attention_heads=8, num_key_value_heads=2, eos_token_id=None, initializer_range=0.2,
     )  # fmt: skip
     model = LlamaForCausalLM._from_config(config, attn_implementation="tinyllm").eval()
     return model, [torch.randint(512, (n,)).tolist() for n in range(3, 60, 5)], None
@@ -88,8 +88,8 @@ def main() -> None:
         ids = torch.tensor([prompt])
         with PagedCache(model.config) as cache:
             alone = model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False, pad_token_id=0,
-                **{CACHE_KEYWORD: cache},
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False,
+                pad_token_id=0, **{CACHE_KEYWORD: cache},
             )  # fmt: skip
         same = alone[0, len(prompt) :].tolist() == answer
         text = (

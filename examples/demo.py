@@ -4,19 +4,16 @@ whatever is done.
 
 What happens
   1. SmolLM2-135M-Instruct (Apache-2.0, 93 MB) is fetched once, by hash, and loaded; its model code
-  is
-     numpy, its attention tinyllm. Without the package index a small model with seeded random
+     is numpy, its attention tinyllm. Without the package index a small model with seeded random
      weights takes its place.
   2. The first chapter of "Alice's Adventures in Wonderland" is read once, 512 tokens a call.
   3. Eight questions fork from it. A fork shares the text's blocks; the first write copies the one
-  block it
-     goes to.
+     block it goes to.
   4. The eight are answered in one decode batch, a token each per step.
   5. The answers are computed again in other ways: one question alone; an answer read as a prompt
-  instead of
-     written; all on 1 and on 2 threads; the text read in one call into blocks of another size; and,
-     a short stretch in a second process, without vector instructions. The logits must be equal, bit
-     for bit.
+     instead of written; all on 1 and on 2 threads; the text read in one call into blocks of another
+     size; and a small run in a second process, without vector instructions. The logits must be
+     equal, bit for bit.
 
 The exit status is 0 when all bits are equal, 1 when any differs, 2 when something needed is
 missing.
@@ -87,7 +84,7 @@ RANDOM: Final = Config(
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is done: characters of the text, tokens of an answer, tokens of it that the proofs repeat."""
+    """How much is done: characters of the text, tokens of an answer, tokens that proofs repeat."""
 
     text: int
     answer: int
@@ -139,8 +136,8 @@ def main() -> int:
     try:
         isa = load().tl_isa_name().decode()
         actors = cast_of(args, screen)
-        if args.digest_of_short_stretch:
-            print(json.dumps({"isa": isa, "digest": short_stretch(actors)}))
+        if args.digest_of_small_run:
+            print(json.dumps({"isa": isa, "digest": small_run(actors)}))
             return 0
         return Show(args, screen, actors, isa).run()
     except (CannotRun, FileNotFoundError, AbiMismatch, TlError, GGUFError, MissingPackage) as error:
@@ -181,7 +178,7 @@ def arguments() -> argparse.Namespace:
         metavar="N",
         help="the longest answer (default 40, with --short 8)",
     )
-    add("--digest-of-short-stretch", action="store_true", help=argparse.SUPPRESS)
+    add("--digest-of-small-run", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -193,7 +190,7 @@ def positive(text: str) -> int:
 
 
 def cast_of(args: argparse.Namespace, screen: Screen) -> Actors:
-    """The model the arguments ask for; `args.random` and `args.model` afterwards say which one it became."""
+    """The model the arguments ask for; `args.random` and `args.model` then say which it is."""
     if not args.random and args.model is None:
         try:
             args.model = model_path(say=screen.say)
@@ -206,7 +203,7 @@ def cast_of(args: argparse.Namespace, screen: Screen) -> Actors:
         return Actors(random_model(RANDOM, SEED), AsciiTokenizer())
 
     def progress(done: int, of: int) -> None:
-        if not args.digest_of_short_stretch:
+        if not args.digest_of_small_run:
             screen.progress("loading", done, of, "layers")
 
     with GGUF(args.model) as file:
@@ -224,8 +221,7 @@ def threads_text(n: int) -> str:
     return f"{n} thread" if n == 1 else f"{n} threads"
 
 
-# --- the show
-# ---------------------------------------------------------------------------------------------
+# --- the show -------------------------------------------------------------------------------------
 
 
 class Show:
@@ -275,7 +271,8 @@ class Show:
         else:
             stem = self.args.model.stem
             name = f"{MODEL_NAME} (Apache-2.0)" if stem.startswith(MODEL_NAME) else stem
-        return f"{name}; {c.layers} layers, {c.heads} heads over {c.kv_heads} KV heads of width {c.head_dim}"
+        heads = f"{c.heads} heads over {c.kv_heads} KV heads of width {c.head_dim}"
+        return f"{name}; {c.layers} layers, {heads}"
 
     def read(self, cache: PagedKVCache, crew: Crew) -> None:
         n, screen = len(self.story), self.screen
@@ -309,14 +306,13 @@ class Show:
                 f"     {screen.paint(self.actors.spoken(answers[name]) or '(nothing)', 'bold')}"
             )
         steps = max(len(answer.ids) for answer in answers.values()) - 1
-        tokens = sum(
-            len(answer.ids) - 1 for answer in answers.values()
-        )  # the first came with the question
+        # The first token of each came with the question.
+        tokens = sum(len(answer.ids) - 1 for answer in answers.values())
         if steps:
             rate, share = tokens / clock.total, clock.attention / clock.total
             screen.say(
-                f"  {tokens} tokens in {steps} steps, {clock.total:.1f} s: {rate:.0f} tokens a second, "
-                f"{share:.0%} of the time in attention"
+                f"  {tokens} tokens in {steps} steps, {clock.total:.1f} s: {rate:.0f} tokens a "
+                f"second, {share:.0%} of the time in attention"
             )
         return answers
 
@@ -344,15 +340,16 @@ class Show:
         )
         screen.pool_map(owners)
         screen.say(
-            f"  {SHARED} shared: {shared}   1-8 and {STORY} held by one question, or the text, alone: "
-            f"{n_blocks - shared - free}   {FREE} free: {free}"
+            f"  {SHARED} shared: {shared}   1-8 and {STORY} held by one question, or the text, "
+            f"alone: {n_blocks - shared - free}   {FREE} free: {free}"
         )
         screen.say(
             f"  copied on a first write: {copied} blocks; the rest of the text is there once"
         )
         screen.say(
             f"  without sharing the eight would hold {apart} blocks, {apart * size / 1e6:.0f} MB; "
-            f"they hold {together}, {together * size / 1e6:.0f} MB: {1 - together / apart:.0%} saved"
+            f"they hold {together}, {together * size / 1e6:.0f} MB: {1 - together / apart:.0%} "
+            "saved"
         )
 
     # --- the proofs ---
@@ -389,7 +386,7 @@ class Show:
                 self.compare(what, partial(self.again, cache, NAMES, other, shown))
 
     def answer_as_prompt(self, cache: PagedKVCache, crew: Crew, shown: Answer) -> tuple[str, str]:
-        """The logits of an answer's last token, where all tokens before it come in one prefill call."""
+        """The logits of an answer's last token, with all tokens before it in one prefill call."""
         cache.fork(STORY, ALONE)
         logits = self.model.forward(cache, [(ALONE, self.questions[ALONE] + shown.ids[:-1])], crew)
         cache.free(ALONE)
@@ -410,7 +407,7 @@ class Show:
             f"all eight, text read in one call, blocks of {OTHER_BLOCK_TOKENS}", in_one_call
         )
         what = f"a short text: {self.isa}, and TINYLLM_ISA=scalar"
-        self.compare(what, lambda: (short_stretch(self.actors), scalar_process(self.args)))
+        self.compare(what, lambda: (small_run(self.actors), scalar_process(self.args)))
 
     def conclude(self, seconds: float) -> int:
         say, paint = self.screen.say, self.screen.paint
@@ -423,8 +420,8 @@ class Show:
         return 0
 
 
-def short_stretch(actors: Actors) -> str:
-    """The digest of a run so small that a second process can repeat it without vector instructions."""
+def small_run(actors: Actors) -> str:
+    """The digest of a run so small that a second process can repeat it on scalar code."""
     story, questions = actors.story(SCALAR.text)[:96], actors.questions()
     two = {name: questions[name] for name in NAMES[:2]}
     n_blocks = blocks_for(len(story), max(map(len, two.values())) + SCALAR.answer, BLOCK_TOKENS)
@@ -435,8 +432,8 @@ def short_stretch(actors: Actors) -> str:
 
 
 def scalar_process(args: argparse.Namespace) -> str:
-    """short_stretch where tinyllm runs its scalar code; what went wrong stands in for the digest."""
-    command = [sys.executable, str(Path(__file__).resolve()), "--digest-of-short-stretch"]
+    """small_run where tinyllm runs its scalar code; what went wrong takes the digest's place."""
+    command = [sys.executable, str(Path(__file__).resolve()), "--digest-of-small-run"]
     command += ["--random"] if args.random else ["--model", str(args.model)]
     environment = {**os.environ, "TINYLLM_ISA": "scalar"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

@@ -94,7 +94,7 @@ class Screen:
     # --- pictures ---
 
     def pool_map(self, owners: Sequence[str]) -> None:
-        """One cell a block: FREE, SHARED, or the one-letter name of the sequence that holds it alone."""
+        """One cell a block: FREE, SHARED, or the one-letter name of its only sequence."""
         for begin in range(0, len(owners), _CELLS):
             runs = groupby(owners[begin : begin + _CELLS])
             self.say(
@@ -130,7 +130,7 @@ def _is_digest(text: str) -> bool:
 
 
 def owners_of(tables: Mapping[str, Sequence[int]], n_blocks: int) -> list[str]:
-    """Who holds each block of a pool: `tables` has the blocks of each sequence, under one-letter names."""
+    """Who holds each block of a pool: `tables` has the blocks of sequences of one letter."""
     owners = [FREE] * n_blocks
     for name, table in tables.items():
         for block in table:

@@ -12,7 +12,9 @@ before the last push the plain minimax polynomial's result across. So the fit as
 EXP_BIAS ulp at r = 10 - 14 ln 2 and spreads the cost over the interval. EXP_BIAS, EXP_WEIGHT (how
 much more an error below r = 0 weighs, where the other roundings already cost most) and EXP_NUDGE
 (C2 moved by so many of its ulp before the rest is fitted) come from a small search for the least
-error over every float with e, 1/e and e^10 correctly rounded. The worst inputs named in the header are what tests/L9.4/numerics/sweep_expf.c finds."""
+error over every float with e, 1/e and e^10 correctly rounded. The worst inputs named in the header
+are what tests/L9.4/numerics/sweep_expf.c finds.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,7 @@ def next_coefficient(
     weight: Array,
     through: tuple[float, float] | None,
 ) -> float:
-    """The first free coefficient of the best polynomial of n that begins with `fixed`, through a point."""
+    """The first free coefficient of the best polynomial that begins with `fixed`."""
     k = len(fixed)
     rest, basis = target - polynomial(fixed, x), x[:, None] ** np.arange(k, n)
     if through is None:
@@ -103,7 +105,7 @@ def fit(
 
 
 def fit_exp() -> tuple[list[float], float]:
-    """Q of e^r = 1 + r + r^2 Q(r) on |r| <= ln 2 / 2 and a little more; the error in ulp of the result."""
+    """Q of e^r = 1 + r + r^2 Q(r) on |r| <= ln 2 / 2 and a hair; the error in ulp of the result."""
 
     def q(r: mpf) -> mpf:
         return (exp(r) - 1 - r) / r**2
@@ -118,7 +120,7 @@ def fit_exp() -> tuple[list[float], float]:
 
 
 def fit_log() -> tuple[list[float], float]:
-    """P of log(1 + g) = g + g^2 P(g), 1 + g in [sqrt(1/2), sqrt(2)]; the relative error in 2^-24."""
+    """P of log(1 + g) = g + g^2 P(g), 1 + g in [sqrt(1/2), sqrt(2)]; the error in 2^-24."""
     x = nodes(np.sqrt(0.5) - 1, np.sqrt(2.0) - 1, 1201, 2e-3)
     return fit(
         9, x, values(lambda g: (log(1 + g) - g) / g**2, x), x * x / np.abs(np.log1p(x)) * 2.0**24
@@ -155,17 +157,23 @@ HEADER = """\
 /* coef.h: the constants of exp, log and tanh and the exact order in which they are used. Printed by
  * tools/fit_coef.py.
  *
- * Words: add, sub, mul and fma are f32 operations with one rounding each, to nearest even; bits(x) is the
- * word of a float, float(w) its inverse; words add modulo 2^32; everything else is integer arithmetic.
+ * Words: add, sub, mul and fma are f32 operations with one rounding each, to nearest even; bits(x)
+ * is the word of a float, float(w) its inverse; words add modulo 2^32; everything else is integer
+ * arithmetic.
  *
  * exp(x):
  *     0x7FC00000 where x is NaN; +inf where x > EXP_OVERFLOW; c = x, or EXP_LOWEST where x is less
- *     t = fma(c, EXP_LOG2E, EXP_MAGIC)     c * log2(e) rounded to an integer k: bits(t) = bits(EXP_MAGIC) + k
- *     n = sub(t, EXP_MAGIC)                k as a float, exact
- *     r = fma(n, -EXP_LN2_HI, c)           exact
- *     r = fma(n, -EXP_LN2_LO, r)           |r| <= ln 2 / 2 and a hair; the one rounding of the reduction
- *     p = EXP_C6; p = fma(p, r, EXP_C5); ... ; p = fma(p, r, EXP_C2); p = fma(p, r, 1); p = fma(p, r, 1)
- *     w = bits(p) + (bits(t) << 23)        p * 2^k: the low nine bits of bits(EXP_MAGIC) are zero
+ *     t = fma(c, EXP_LOG2E, EXP_MAGIC)   bits(t) = bits(EXP_MAGIC) + k, k the integer that
+ *                                        c * log2(e) is rounded to
+ *     n = sub(t, EXP_MAGIC)              k as a float, exact
+ *     r = fma(n, -EXP_LN2_HI, c)         exact
+ *     r = fma(n, -EXP_LN2_LO, r)         |r| <= ln 2 / 2 and a hair; the one rounding of the
+ *                                        reduction
+ *     p = EXP_C6
+ *     p = fma(p, r, EXP_C5); ... ; p = fma(p, r, EXP_C2)
+ *     p = fma(p, r, 1)
+ *     p = fma(p, r, 1)
+ *     w = bits(p) + (bits(t) << 23)      p * 2^k: the low nine bits of bits(EXP_MAGIC) are zero
  *     +0 where w, read as signed, is < 0x00800000 (p * 2^k < 2^-126), else float(w)
  *
  * log(x), x positive and normal:
@@ -178,7 +186,7 @@ HEADER = """\
  *     s = fma(n, LOG_LN2_LO, s)
  *     s = add(g, s)
  *     result = fma(n, LOG_LN2_HI, s)
- *     +-0: -inf; +inf: +inf; NaN and below 0: 0x7FC00000; log(1) is +0. A subnormal x is not asked for.
+ *     +-0: -inf; +inf: +inf; NaN and below 0: 0x7FC00000; log(1) is +0. Not for subnormal x.
  *
  * tanh(x): a = |x|, and the result has the sign of x; 0x7FC00000 where x is NaN
  *     where a < TANH_SMALL:
@@ -187,22 +195,24 @@ HEADER = """\
  *         result = fma(a, mul(p, z), a)
  *     else:
  *         e = add(exp(add(a, a)), 1)
- *         result = sub(1, 2 / e)           one rounded division; 1 from a = 9.011 on, +inf included */
+ *         result = sub(1, 2 / e)   one rounded division; 1 from a = 9.011 on, +inf included */
 #ifndef TL_COEF_H
 #define TL_COEF_H
 
-/* exp: within 0.9889 ulp wherever e^x is a normal float (worst: x = 0x1.86e35p+5, the word 0x424371A8); the
- * polynomial alone within <exp_error>. e, 1/e and e^10 are correctly rounded. */
-#define EXP_OVERFLOW 0x1.62e42ep+6f /* 0x42B17217: beyond it e^x rounds to more than the largest float */
-#define EXP_LOWEST -104.0f          /* far below where results become +0; k stays within nine bits */
+/* exp: within 0.9889 ulp wherever e^x is a normal float (worst: x = 0x1.86e35p+5, the word
+ * 0x424371A8); the polynomial alone within <exp_error>. e, 1/e and e^10 are correctly rounded.
+ * EXP_OVERFLOW, 0x42B17217: beyond it e^x rounds to more than the largest float. EXP_LOWEST: far
+ * below where results become +0; k stays within nine bits. */
+#define EXP_OVERFLOW 0x1.62e42ep+6f
+#define EXP_LOWEST -104.0f
 #define EXP_LOG2E <log2e>
 #define EXP_MAGIC 0x1.8p23f
 #define EXP_LN2_HI <hi> /* fifteen bits: its product with k is exact */
 #define EXP_LN2_LO <lo>
 <exp_c>
 
-/* log: within 0.8868 ulp for every positive normal float (worst: x = 0x1.69919p-1, the word 0x3F34C8C8); the
- * polynomial alone within <log_error>. */
+/* log: within 0.8868 ulp for every positive normal float (worst: x = 0x1.69919p-1, the word
+ * 0x3F34C8C8); the polynomial alone within <log_error>. */
 #define LOG_SQRT_HALF 0x3F3504F3 /* the word of the float nearest to sqrt(1/2) */
 #define LOG_LN2_HI EXP_LN2_HI
 #define LOG_LN2_LO EXP_LN2_LO

@@ -307,7 +307,8 @@ class Report:
         ]
         for key in peers:
             if key in timed:
-                text = f"{ms(quantile(timed[key]['us'], 0.5))} x{quantile(timed[key]['ratios'], 0.5):.2f}"
+                us, ratio = (quantile(timed[key][what], 0.5) for what in ("us", "ratios"))
+                text = f"{ms(us)} x{ratio:.2f}"
                 cells.append(f"**{text}**" if key == fastest else text)
             else:
                 cells.append(

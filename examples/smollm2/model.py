@@ -142,7 +142,8 @@ class Model:
                 raise ValueError(f"sequence {name!r} must come once, with at least one new token")
             if offset + n > self.config.context:
                 raise ValueError(
-                    f"{offset + n} tokens in sequence {name!r}; the model reads {self.config.context}"
+                    f"{offset + n} tokens in sequence {name!r}; the model reads "
+                    f"{self.config.context}"
                 )
             names.append(name)
             starts.append(starts[-1] + n)
@@ -200,16 +201,16 @@ def _heads_first(rows: Floats) -> Floats:
     return np.ascontiguousarray(rows.transpose(1, 0, 2))
 
 
-# --- where models come from
-# -------------------------------------------------------------------------------
+# --- where models come from -----------------------------------------------------------------------
 
 _LAYER_TENSORS: Final = (
-    "attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm", "ffn_gate", "ffn_up", "ffn_down",
+    "attn_norm", "attn_q", "attn_k", "attn_v", "attn_output",
+    "ffn_norm", "ffn_gate", "ffn_up", "ffn_down",
 )  # fmt: skip
 
 
 def read_config(file: GGUF) -> Config:
-    """The dimensions in a GGUF file's metadata; GGUFError for another architecture or a variant of it."""
+    """The dimensions in a GGUF file's metadata; GGUFError for another architecture or variant."""
     name = file.text("general.architecture")
     if name != "llama":
         raise GGUFError(f"{file.path}: architecture {name!r}; this model code is for 'llama'")
@@ -274,10 +275,11 @@ def from_gguf(file: GGUF, progress: Callable[[int, int], None] = lambda done, of
 
     layers = []
     for i in range(c.layers):
+        out = tensor(f"blk.{i}.attn_output.weight", c.width, c.q_width)
         layers.append(Layer(
             attention_norm=tensor(f"blk.{i}.attn_norm.weight", c.width),
             qkv=stacked(i, ("attn_q", c.q_width), ("attn_k", c.kv_width), ("attn_v", c.kv_width)),
-            attention_out=FixedTileLinear(tensor(f"blk.{i}.attn_output.weight", c.width, c.q_width)),
+            attention_out=FixedTileLinear(out),
             ffn_norm=tensor(f"blk.{i}.ffn_norm.weight", c.width),
             gate_up=stacked(i, ("ffn_gate", c.ffn), ("ffn_up", c.ffn)),
             down=FixedTileLinear(tensor(f"blk.{i}.ffn_down.weight", c.width, c.ffn)),

@@ -8,18 +8,16 @@ few elements in another way than the rest, and a sum may be taken in an order th
 shape. So here
 
 - a matrix product always has one shape: a **panel** of 96 rows of the weights times a **tile** of
-16 rows
-  of x, transposed. The rows of x are then what a BLAS kernel holds in its registers, and 16 of them
-  fill those evenly. (Taken the other way round, x times weights, kernels for AVX2 pass over the 16
-  rows as 6, 6 and 4 and sum up each part in another way.) The last tile is filled with zero rows; a
-  job is some tiles times one panel, and threads only share out jobs. A layer tries all places of a
-  tile when it is made, and if they still differ on some BLAS it gives every row a tile of its own:
-  slow, and right;
+  16 rows of x, transposed. The rows of x are then what a BLAS kernel holds in its registers, and 16
+  of them fill those evenly. (Taken the other way round, x times weights, kernels for AVX2 pass over
+  the 16 rows as 6, 6 and 4 and sum up each part in another way.) The last tile is filled with zero
+  rows; a job is some tiles times one panel, and threads only share out jobs. A layer tries all
+  places of a tile when it is made, and if they still differ on some BLAS it gives every row a tile
+  of its own: slow, and right;
 - a sum over a row is made of additions of whole columns, in an order that the row's length alone
-decides;
+  decides;
 - exp is tinyllm's own; all else is +, -, *, / and sqrt, which IEEE 754 rounds correctly, wherever
-an
-  element stands.
+  an element stands.
 """
 
 from __future__ import annotations
@@ -189,7 +187,7 @@ def rotation_table(positions: int, head_dim: int, base: float) -> tuple[Floats, 
 
 
 def rotate_pairs(x: Floats, cos: Floats, sin: Floats) -> Floats:
-    """Rotary positions for x [n, heads, D]: dimensions 2i and 2i + 1 turn together by their row's angle i."""
+    """Rotary positions for x [n, heads, D]: 2i and 2i + 1 turn together by their row's angle i."""
     even, odd = x[..., 0::2], x[..., 1::2]
     cos, sin = cos[:, None], sin[:, None]
     y = np.empty(x.shape, np.float32)

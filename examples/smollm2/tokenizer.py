@@ -38,7 +38,7 @@ class Tokenizer(Protocol):
 
 
 class BpeTokenizer:
-    """Byte-level BPE from a GGUF file's own vocabulary, with the ChatML turns the model was trained on."""
+    """Byte-level BPE from a GGUF file's own vocabulary, with the ChatML turns of the model."""
 
     def __init__(self, file: GGUF) -> None:
         try:
@@ -54,7 +54,7 @@ class BpeTokenizer:
         )
         if kind != "gpt2" or split not in _BYTE_LEVEL:
             raise GGUFError(
-                f"{file.path}: tokenizer {kind!r} with pre-tokenizer {split!r} is not supported here"
+                f"{file.path}: tokenizer {kind!r} with pre-tokenizer {split!r} is not supported"
             )
         tokens = file.texts("tokenizer.ggml.tokens")
         merges = [self._pair(file, merge) for merge in file.texts("tokenizer.ggml.merges")]

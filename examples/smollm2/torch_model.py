@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The same model for transformers: a LlamaForCausalLM with the weights of the GGUF file, in float32."""
+"""The same model for transformers: a LlamaForCausalLM with the GGUF file's weights, in float32."""
 
 from __future__ import annotations
 
@@ -26,17 +26,26 @@ _NAMES: Final = {  # in the file, in transformers
 
 
 def torch_model(file: GGUF, attn_implementation: str) -> Any:
-    """A LlamaForCausalLM in evaluation mode. Raises GGUFError for a file of another kind of model."""
+    """A LlamaForCausalLM in evaluation mode. Raises GGUFError for another kind of model."""
     c = read_config(file)
     if "output.weight" in file.tensors:
         raise GGUFError(f"{file.path}: an output matrix of its own is not supported here")
     config = LlamaConfig(
-        vocab_size=c.vocabulary, hidden_size=c.width, intermediate_size=c.ffn, num_hidden_layers=c.layers,
-        num_attention_heads=c.heads, num_key_value_heads=c.kv_heads, head_dim=c.head_dim, rms_norm_eps=c.eps,
-        max_position_embeddings=c.context, tie_word_embeddings=True, pad_token_id=None, bos_token_id=None,
+        vocab_size=c.vocabulary,
+        hidden_size=c.width,
+        intermediate_size=c.ffn,
+        num_hidden_layers=c.layers,
+        num_attention_heads=c.heads,
+        num_key_value_heads=c.kv_heads,
+        head_dim=c.head_dim,
+        rms_norm_eps=c.eps,
+        max_position_embeddings=c.context,
+        tie_word_embeddings=True,
+        pad_token_id=None,
+        bos_token_id=None,
         eos_token_id=file.integer("tokenizer.ggml.eos_token_id"),
         rope_parameters={"rope_type": "default", "rope_theta": c.rope_base},
-    )  # fmt: skip
+    )
     weights = {
         "model.embed_tokens.weight": file.tensor("token_embd.weight"),
         "lm_head.weight": file.tensor("token_embd.weight"),

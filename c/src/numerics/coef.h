@@ -8,15 +8,17 @@
  *
  * exp(x):
  *     0x7FC00000 where x is NaN; +inf where x > EXP_OVERFLOW; c = x, or EXP_LOWEST where x is less
- *     t = fma(c, EXP_LOG2E, EXP_MAGIC)     c * log2(e) rounded to an integer k: bits(t) =
- *                                          bits(EXP_MAGIC) + k
- *     n = sub(t, EXP_MAGIC)                k as a float, exact
- *     r = fma(n, -EXP_LN2_HI, c)           exact
- *     r = fma(n, -EXP_LN2_LO, r)           |r| <= ln 2 / 2 and a hair; the one rounding of the
- *                                          reduction
- *     p = EXP_C6; p = fma(p, r, EXP_C5); ... ; p = fma(p, r, EXP_C2); p = fma(p, r, 1); p = fma(p,
- *     r, 1) w = bits(p) + (bits(t) << 23)        p * 2^k: the low nine bits of bits(EXP_MAGIC) are
- *                                                zero
+ *     t = fma(c, EXP_LOG2E, EXP_MAGIC)   bits(t) = bits(EXP_MAGIC) + k, k the integer that
+ *                                        c * log2(e) is rounded to
+ *     n = sub(t, EXP_MAGIC)              k as a float, exact
+ *     r = fma(n, -EXP_LN2_HI, c)         exact
+ *     r = fma(n, -EXP_LN2_LO, r)         |r| <= ln 2 / 2 and a hair; the one rounding of the
+ *                                        reduction
+ *     p = EXP_C6
+ *     p = fma(p, r, EXP_C5); ... ; p = fma(p, r, EXP_C2)
+ *     p = fma(p, r, 1)
+ *     p = fma(p, r, 1)
+ *     w = bits(p) + (bits(t) << 23)      p * 2^k: the low nine bits of bits(EXP_MAGIC) are zero
  *     +0 where w, read as signed, is < 0x00800000 (p * 2^k < 2^-126), else float(w)
  *
  * log(x), x positive and normal:
@@ -29,8 +31,7 @@
  *     s = fma(n, LOG_LN2_LO, s)
  *     s = add(g, s)
  *     result = fma(n, LOG_LN2_HI, s)
- *     +-0: -inf; +inf: +inf; NaN and below 0: 0x7FC00000; log(1) is +0. A subnormal x is not asked
- *     for.
+ *     +-0: -inf; +inf: +inf; NaN and below 0: 0x7FC00000; log(1) is +0. Not for subnormal x.
  *
  * tanh(x): a = |x|, and the result has the sign of x; 0x7FC00000 where x is NaN
  *     where a < TANH_SMALL:
@@ -39,16 +40,15 @@
  *         result = fma(a, mul(p, z), a)
  *     else:
  *         e = add(exp(add(a, a)), 1)
- *         result = sub(1, 2 / e)           one rounded division; 1 from a = 9.011 on, +inf included
- *                                          */
+ *         result = sub(1, 2 / e)   one rounded division; 1 from a = 9.011 on, +inf included */
 #ifndef TL_COEF_H
 #define TL_COEF_H
 
 /* exp: within 0.9889 ulp wherever e^x is a normal float (worst: x = 0x1.86e35p+5, the word
- * 0x424371A8); the polynomial alone within 0.18. e, 1/e and e^10 are correctly rounded. */
-/* 0x42B17217: beyond it e^x rounds to more than the largest float */
+ * 0x424371A8); the polynomial alone within 0.18. e, 1/e and e^10 are correctly rounded.
+ * EXP_OVERFLOW, 0x42B17217: beyond it e^x rounds to more than the largest float. EXP_LOWEST: far
+ * below where results become +0; k stays within nine bits. */
 #define EXP_OVERFLOW 0x1.62e42ep+6f
-/* far below where results become +0; k stays within nine bits */
 #define EXP_LOWEST -104.0f
 #define EXP_LOG2E 0x1.715476p+0f
 #define EXP_MAGIC 0x1.8p23f

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The command ``tinyllm``, mostly run as a user runs it: what it answers, what it refuses, how it ends."""
+"""The command ``tinyllm``, mostly run as a user runs it: its answers, its refusals, how it ends."""
 
 from __future__ import annotations
 
@@ -197,7 +197,8 @@ def test_info_tells_what_the_library_says(run: Run, lib: Lib) -> None:
 
 def test_info_follows_the_affinity_of_the_process(environment: dict[str, str]) -> None:
     one = min(os.sched_getaffinity(0))
-    code = f"import os, tinyllm.cli; os.sched_setaffinity(0, [{one}]); tinyllm.cli.main(['info', '--json'])"
+    code = f"import os, tinyllm.cli; os.sched_setaffinity(0, [{one}]); "
+    code += "tinyllm.cli.main(['info', '--json'])"
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, check=True
     )
@@ -328,7 +329,7 @@ ATTENTION = {name for name in golden.GROUPS if name.startswith(("decode", "chunk
 def test_selftest_sees_a_library_with_other_bits(
     constant: str, groups: set[str], run: Run, lib: Lib, tmp_path: Path
 ) -> None:
-    """A library in which a coefficient of exp or tanh is off by one ulp: what is built on it, differs."""
+    """A coefficient of exp or tanh is off by one ulp: what is built on it, differs."""
     right = getattr(reference, constant)
     code, wrong = Path(lib.path).read_bytes(), np.nextafter(right, np.float32(1))
     assert right.tobytes() in code

@@ -189,8 +189,9 @@ def test_metadata_of_every_type_is_read(tmp_path: Path) -> None:
         assert file.metadata["nested"] == [["x"], ["y", "z"]]
         assert (file.integer("n4"), file.number("n6"), file.number("n4")) == (4000000000, 0.5, 4e9)
         for read, key in (
-            (file.integer, "text"), (file.integer, "truth"), (file.number, "texts"), (file.text, "n4"),
-            (file.texts, "ints"), (file.integers, "texts"), (file.text, "nowhere"),
+            (file.integer, "text"), (file.integer, "truth"), (file.number, "texts"),
+            (file.text, "n4"), (file.texts, "ints"), (file.integers, "texts"),
+            (file.text, "nowhere"),
         ):  # fmt: skip
             with pytest.raises(GGUFError, match=key):
                 read(key)
@@ -229,6 +230,9 @@ def test_a_damaged_file_is_read_or_refused_never_worse(tmp_path: Path) -> None:
     assert refused > 100
 
 
+SCALAR_T = ("t", (1,), 0, bytes(4))  # a tensor of one float
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
@@ -240,14 +244,14 @@ def test_a_damaged_file_is_read_or_refused_never_worse(tmp_path: Path) -> None:
         (gguf_bytes([("k", (77, "I", 1))], []), "value type 77"),
         (gguf_bytes([("general.alignment", 24)], []), "24, not a power of two"),
         (gguf_bytes([], [("t", (4,), 14, bytes(64))]), "element type 14"),
-        (gguf_bytes([], [("t", (2, 31), 8, bytes(68))]), r"Q8_0 cannot have rows of shape \[31, 2\]"),
+        (gguf_bytes([], [("t", (2, 31), 8, bytes(68))]), r"Q8_0 .* rows of shape \[31, 2\]"),
         (gguf_bytes([], [("t", (0, 32), 8, bytes(68))]), "shape"),
         (gguf_bytes([], [("t", (1,) * 5, 0, bytes(4))]), "5 dimensions"),
         (gguf_bytes([], [("t", (2**62, 2**62), 0, bytes(4))]), "cut short"),
-        (gguf_bytes([], [("t", (1,), 0, bytes(4)), ("t", (1,), 0, bytes(4))]), "'t' is there twice"),
-        (gguf_bytes([], [("s", (1,), 0, bytes(4)), ("t", (1,), 0, bytes(4))], alignment=8), "multiple of 32"),
-        (struct.pack("<4sIQQ", b"GGUF", 3, 2**60, 0) + bytes(64), "more than the rest of the file"),
-        (struct.pack("<4sIQQQ", b"GGUF", 3, 0, 1, 2**64 - 1) + bytes(64), "more than the rest of the file"),
+        (gguf_bytes([], [SCALAR_T, SCALAR_T]), "'t' is there twice"),
+        (gguf_bytes([], [("s", *SCALAR_T[1:]), SCALAR_T], alignment=8), "multiple of 32"),
+        (struct.pack("<4sIQQ", b"GGUF", 3, 2**60, 0) + bytes(64), "more than the rest of"),
+        (struct.pack("<4sIQQQ", b"GGUF", 3, 0, 1, 2**64 - 1) + bytes(64), "more than the rest of"),
         (struct.pack("<4sIQQQB", b"GGUF", 3, 0, 1, 1, 0xFF) + bytes(64), "not UTF-8"),
     ],
 )  # fmt: skip
@@ -503,7 +507,7 @@ def plain_weights(seed: int) -> dict[str, Floats]:
 
 
 def plain_transformer(w: dict[str, Floats], tokens: list[int]) -> npt.NDArray[np.float64]:
-    """The logits after `tokens` in double precision, but for K and V, which are rounded to float16."""
+    """The logits after `tokens` in double precision, but for K and V, rounded to float16."""
     c = TINY
     x = w["token_embd.weight"][tokens].astype(np.float64)
     angle = np.arange(len(tokens))[:, None] / c.rope_base ** (
@@ -568,8 +572,8 @@ def test_a_model_from_a_file_computes_the_transformer_it_should(tmp_path: Path) 
         model = from_gguf(file, lambda done, of: heard.append((done, of)))
     assert heard == [(1, 2), (2, 2)]
     tokens = tokens_of(30, seed=15)
-    np.testing.assert_allclose(last_logits(model, tokens, [11], 8, 2)[0], plain_transformer(weights, tokens),
-                               rtol=0, atol=2e-3)  # fmt: skip
+    logits = last_logits(model, tokens, [11], 8, 2)[0]
+    np.testing.assert_allclose(logits, plain_transformer(weights, tokens), rtol=0, atol=2e-3)
 
 
 def test_a_separate_output_matrix_is_used(tmp_path: Path) -> None:

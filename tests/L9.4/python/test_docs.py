@@ -6,8 +6,8 @@ own:
 
     ```python                  runs, in the page's one namespace
     ```sh                      runs (sh -eu); `tinyllm` is the command of this checkout
-    ```text printed            is what the block before it printed; "..." stands for anything in a line, and a
-                               line of it alone for any lines
+    ```text printed            is what the block before it printed; "..." stands for anything in a
+                               line, and a line of it alone for any lines
     ```c                       a whole program: is compiled without a warning, linked, and runs
     ```c examples/NAME.c       stands there, character for character
     ```python no-run (WHY)     is only compiled; sh no-run (WHY) and c no-run (WHY) are only shown
@@ -196,7 +196,7 @@ def without_blocks(markdown: str) -> str:
 
 
 def anchors_of(markdown: str) -> set[str]:
-    """The names of headings: lower case, no punctuation, hyphens for blanks, numbered where they repeat."""
+    """Names of headings: lower case, no punctuation, hyphens for blanks, numbered if repeated."""
     anchors: set[str] = set()
     for title in re.findall(r"^#{1,6} +(.+?) *$", without_blocks(markdown), re.M):
         plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title)

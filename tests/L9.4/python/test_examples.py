@@ -42,7 +42,7 @@ def output_of(name: str, tmp_path: Path) -> str:
 
 
 def built(source: Path, tmp_path: Path) -> str:
-    """The command in the head of ``source``, against this checkout, where the library lies by its soname."""
+    """The program that the command in the head of ``source`` makes, against this checkout."""
     command = re.search(r"^ \* (cc .*) && \./a\.out \*/$", source.read_text(), re.M)
     assert command, f"{source.name} does not say how it is built"
     (tmp_path / "libtinyllm.so").symlink_to((BUILD / "libtinyllm.so").resolve())

@@ -96,8 +96,8 @@ def map_rows(text: str, n: int) -> str:
 
 def test_each_cell_says_whose_its_block_is_and_whether_it_is_full(cache: PagedKVCache) -> None:
     cells = map_rows(cache.look().text(80, colour=False), 24)
-    tables = {key: cache.block_table(name) for key, name in zip("ABCD", ("base", "left", "right", "window"),
-                                                                strict=True)}  # fmt: skip
+    owners = {"A": "base", "B": "left", "C": "right", "D": "window"}
+    tables = {key: cache.block_table(name) for key, name in owners.items()}
     held = np.concatenate([table[table >= 0] for table in tables.values()])
     for block, cell in enumerate(cells):
         owners = [key for key, table in tables.items() if block in table]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""attention_mass: shares of a float64 softmax over the gathered keys, added up by block, with all options."""
+"""attention_mass: shares of a float64 softmax over gathered keys, by block, with all options."""
 
 from __future__ import annotations
 

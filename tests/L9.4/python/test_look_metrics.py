@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""cache.metrics(): a strict reader of Prometheus' text format takes it, and every value is the counter's."""
+"""cache.metrics(): a strict reader of Prometheus' text format finds the counters in it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def rows(n_tokens: int) -> Any:
 
 @pytest.fixture
 def cache(lib: Lib) -> Iterator[PagedKVCache]:
-    """8 blocks of 4: one shared by two, one copied, one cached, two evicted, one leaked, a failure."""
+    """8 blocks of 4: one shared, one copied, one cached, two evicted, one leaked, a failure."""
     with PagedKVCache(lib, 8, 4, 1, 1, 2) as c:
         c.add_seq("old")
         c.append("old", 0, rows(12), rows(12))

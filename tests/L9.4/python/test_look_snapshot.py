@@ -51,7 +51,7 @@ class Block:
 
 
 class Account:
-    """Sequences as lists of Block objects (None: given up), by the rules of PagedKVCache's docstrings."""
+    """Sequences as lists of Block objects (None: given up), as PagedKVCache's docstrings say."""
 
     def __init__(self) -> None:
         self.tables: dict[int, list[Block | None]] = {}
@@ -304,7 +304,7 @@ def test_a_closed_cache_has_no_snapshot(lib: Lib, tmp_path: Path) -> None:
 
 @pytest.fixture
 def busy(cache: PagedKVCache) -> PagedKVCache:
-    """A little of everything: shared, cut at the front, registered, taken past the cache, a lagging layer."""
+    """Blocks shared, cut at the front, registered, taken past the cache; a layer that lags."""
     cache.add_seq("a")
     append(cache, "a", 3 * B + 1)
     cache.fork("a", ("b", 2))

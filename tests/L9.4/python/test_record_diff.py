@@ -167,7 +167,7 @@ def test_a_bit_of_lse(good: Path, tmp_path: Path, at: tuple[int, int], bit: int)
 
 @contextmanager
 def planted_in_states(where: set[tuple[int, int, int]], element: int) -> Iterator[None]:
-    """Flips the lowest bit of an element of the states of some (row, head, split), and of splits of a row."""
+    """Flips the lowest bit of an element of the states of some (row, head, split)."""
     genuine = PagedCall.states
 
     def states(self: PagedCall, first: int, n: int, out: NDArray[np.float32]) -> None:
@@ -225,8 +225,10 @@ SLOPES, ZEROS = np.array([0.5, 2.0**-8, 0, -0.3], F32), np.zeros(4, F32)
         ({"softcap": 3.0}, {}, "softcap", {}, ("3.0", "0.0")),
         ({"window": 2}, {"window": -1}, "window", {}, ("2", "None")),
         ({"alibi_slopes": SLOPES}, {}, "alibi_slopes", {}, ("given", "none")),
-        ({"sink_logits": SLOPES}, {"sink_logits": SLOPES[::-1]}, "sink_logits", {"head": 0}, ("0.5", "-0.3")),
-        ({"sink_logits": ZEROS}, {"sink_logits": -ZEROS}, "sink_logits", {"head": 0}, ("0.0", "-0.0")),
+        ({"sink_logits": SLOPES}, {"sink_logits": SLOPES[::-1]}, "sink_logits", {"head": 0},
+         ("0.5", "-0.3")),
+        ({"sink_logits": ZEROS}, {"sink_logits": -ZEROS}, "sink_logits", {"head": 0},
+         ("0.0", "-0.0")),
     ],
 )  # fmt: skip
 def test_an_option(tmp_path: Path, a: Any, b: Any, what: str, where: Any, texts: Any) -> None:
@@ -300,7 +302,8 @@ with tinyllm.PagedKVCache(None, 200, 16, 1, 2, 64) as cache, tinyllm.record(sys.
         cache.add_seq(name)
         cache.append(name, 0, *rng.standard_normal((2, 2, n, 64), np.float32))
     for _ in range(3):
-        tinyllm.paged_attention_decode(rng.standard_normal((2, 8, 64), np.float32), cache, ["a", "b"], 0)
+        q = rng.standard_normal((2, 8, 64), np.float32)
+        tinyllm.paged_attention_decode(q, cache, ["a", "b"], 0)
 """
 
 

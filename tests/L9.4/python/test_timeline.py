@@ -273,8 +273,8 @@ def test_colour_adds_nothing_but_colour() -> None:
 @given(
     work=st.lists(
         st.tuples(
-            st.just(0), st.integers(0, 2), st.integers(0, 2), st.integers(0, 100), st.integers(0, 9),
-            st.integers(1000, 1100), st.integers(0, 100),
+            st.just(0), st.integers(0, 2), st.integers(0, 2), st.integers(0, 100),
+            st.integers(0, 9), st.integers(1000, 1100), st.integers(0, 100),
         ),
         max_size=20,
     ),
