@@ -46,7 +46,7 @@ def serve(
 
 
 def random_model() -> "tuple[LlamaForCausalLM, list[list[int]], None]":
-    """A model nobody trained, and twelve prompts of nothing."""
+    """A model with random weights, and twelve prompts of random tokens."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=4,

@@ -127,7 +127,7 @@ class Actors:
 
 
 class CannotRun(RuntimeError):
-    """What was asked for does not fit; one line says why."""
+    """The arguments do not fit together; one line says why."""
 
 
 def main() -> int:

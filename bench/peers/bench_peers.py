@@ -9,7 +9,7 @@ many copies as make four times the last-level cache, and every call takes the ne
 from memory. Each result is compared with float64 on the data that is timed, before it is timed.
 
 For each number of threads there is one process, pinned to as many CPUs; in it the library and each
-peer take turns in short batches (``timing.py`` says how they are kept from disturbing each other).
+peer take turns in short batches (``timing.py`` keeps them from disturbing each other).
 The library is called through ctypes with arguments prepared beforehand, the peers through their own
 bindings likewise. A ratio is the median over pairs of neighbouring batches, so it may differ a
 little from the quotient of the two medians. Repetitions that other processes kept from a CPU for
@@ -100,7 +100,7 @@ SHAPES = [
 # ---- the process that measures ----
 
 
-def tell(**line: Any) -> None:
+def emit(**line: Any) -> None:
     print(json.dumps(line), flush=True)
 
 
@@ -110,24 +110,24 @@ def measure(args: argparse.Namespace) -> None:
 
     threads = int(args.threads)
     ours = Library()
-    tell(version=[ours.name, ours.version])
+    emit(version=[ours.name, ours.version])
     peers = {}
     for key in args.only:
         make, dtype = PEERS[key]
-        tell(doing=key, shape=None)
+        emit(doing=key, shape=None)
         try:
             peers[key] = make(dtype)
-            tell(version=[key, peers[key].version])
+            emit(version=[key, peers[key].version])
         except Exception as error:
-            tell(missing=key, why=f"{type(error).__name__}: {error}")
+            emit(missing=key, why=f"{type(error).__name__}: {error}")
     for text in args.shapes:
         shape = Shape.parse(text)
-        tell(doing="the inputs", shape=text)
+        emit(doing="the inputs", shape=text)
         inputs = Inputs.draw(shape)
         runs: dict[str, tuple[Run, float]] = {}
         failed = {}
         for key, peer in {ours.name: ours, **peers}.items():
-            tell(doing=key, shape=text)
+            emit(doing=key, shape=text)
             try:
                 run = peer.prepare(inputs, threads)
                 runs[key] = run, check(peer, run, inputs)
@@ -139,7 +139,7 @@ def measure(args: argparse.Namespace) -> None:
                 failed[key] = f"{type(error).__name__}: {error}"
         if ours.name not in runs:
             raise SystemExit(f"{shape}: {failed[ours.name]}")
-        tell(shape=text, **time_shape(args, shape, inputs, runs, ours.name), failed=failed)
+        emit(shape=text, **time_shape(args, shape, inputs, runs, ours.name), failed=failed)
         for run, _ in runs.values():
             run.close()
         del runs, run
@@ -155,7 +155,7 @@ def time_shape(
 ) -> dict[str, Any]:
     threads = int(args.threads)
     turns = {key: Turn(key, run.call, inputs.copies) for key, (run, _) in runs.items()}
-    tell(doing="the turns", shape=str(shape))
+    emit(doing="the turns", shape=str(shape))
     seconds, most = (2.0, 5) if args.quick else (10.0, 25)
     pairs = take_turns(
         turns[ours],
@@ -255,17 +255,17 @@ class Report:
             process = child(args, threads, shapes, peers)
             assert process.stdout
             for line in process.stdout:
-                said = json.loads(line)
-                if "version" in said:
-                    self.versions[said["version"][0]] = said["version"][1]
-                elif "missing" in said:
-                    self.miss(said["missing"], said["why"])
-                elif "rows" in said:
-                    shapes.remove(said["shape"])
-                    self.rows.append({"threads": threads, **said})
-                    self.row(threads, said, args.only)
+                news = json.loads(line)
+                if "version" in news:
+                    self.versions[news["version"][0]] = news["version"][1]
+                elif "missing" in news:
+                    self.miss(news["missing"], news["why"])
+                elif "rows" in news:
+                    shapes.remove(news["shape"])
+                    self.rows.append({"threads": threads, **news})
+                    self.row(threads, news, args.only)
                 else:
-                    doing = str(said["doing"])
+                    doing = str(news["doing"])
             status = process.wait()
             if status == 0:
                 return
@@ -273,7 +273,7 @@ class Report:
             if doing in peers:
                 self.miss(doing, what)
                 peers.remove(doing)
-            elif doing:  # among the turns: nobody knows whose
+            elif doing:  # among the turns: of which peer is not known
                 self.failed.append(f"{shapes[0]}, {count(threads)}: {what}")
                 shapes.pop(0)
             else:

@@ -3,8 +3,8 @@
 
 Library and peer take turns in short batches. Workers of OpenMP, TBB and ONNX Runtime go on spinning
 for some milliseconds after a call; before a batch begins, ``settle`` waits until the process uses
-no CPU time any more, so that nobody's spinning is paid by the next. Then calls that are not counted
-wake the batch's own workers, which may spin between its calls as they do by default.
+no CPU time any more, so that no batch pays for workers of the one before. Then calls that are not
+counted wake the batch's own workers, which may spin between its calls as they do by default.
 """
 
 from __future__ import annotations

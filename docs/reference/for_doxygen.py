@@ -2,10 +2,10 @@
 """A header as doxygen reads it: ``python3 for_doxygen.py HEADER`` prints it. INPUT_FILTER of
 docs/Doxyfile.
 
-The headers speak in plain comments. Here each becomes a comment of doxygen's, with the first
-sentence as its brief, indented lines kept as they are, and one that stands before several
-prototypes repeated before each.
-tinyllm.h becomes the front page, and the lists of codes the enumerators they stand for.
+The headers have plain comments. Here each becomes a comment of doxygen's, with the first sentence
+as its brief, indented lines kept as they are, and one that stands before several prototypes
+repeated before each. tinyllm.h becomes the front page, and the lists of codes the enumerators they
+stand for.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ _F16: Final = np.dtype("<f2")
 _F32: Final = np.dtype("<f4")
 QK: Final = 32  # values in a quantised block
 _MAX_DIMS: Final = 4
-_MAX_NESTING: Final = 4  # arrays of arrays: nobody writes deeper ones
+_MAX_NESTING: Final = 4  # arrays of arrays: files have no deeper ones
 
 
 class GGUFError(ValueError):
@@ -256,7 +256,7 @@ class GGUF:
         offset = int(cursor.scalar("Q", f"the offset of {name!r}"))
         if kind not in ELEMENT_TYPES:
             known = ", ".join(t.name for t in ELEMENT_TYPES.values())
-            raise cursor.fail(f"tensor {name!r} has element type {kind}; this reader knows {known}")
+            raise cursor.fail(f"tensor {name!r} has element type {kind}; this reader takes {known}")
         element = ELEMENT_TYPES[kind]
         if min(fastest_first) < 1 or fastest_first[0] % element.values:
             raise cursor.fail(

@@ -253,7 +253,7 @@ def read_config(file: GGUF) -> Config:
 
 
 def from_gguf(file: GGUF, progress: Callable[[int, int], None] = lambda done, of: None) -> Model:
-    """The model in a GGUF file, widened to float32; `progress` hears how many layers are ready."""
+    """The model in a GGUF file, widened to float32; `progress` is called with layers ready and all."""
     c = read_config(file)
     expected = {"token_embd.weight", "output_norm.weight", "output.weight"}
     expected |= {f"blk.{i}.{part}.weight" for i in range(c.layers) for part in _LAYER_TENSORS}
@@ -295,7 +295,7 @@ def from_gguf(file: GGUF, progress: Callable[[int, int], None] = lambda done, of
 
 
 def random_model(config: Config, seed: int) -> Model:
-    """A model nobody trained: seeded normal weights, scaled so that activations keep their size."""
+    """An untrained model: seeded normal weights, scaled so that activations keep their size."""
     rng = np.random.default_rng(seed)
 
     def linear(columns: int, width: int) -> FixedTileLinear:

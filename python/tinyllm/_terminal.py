@@ -15,7 +15,7 @@ def is_terminal(stream: Any) -> bool:
 
 
 def wants_colour(stream: Any) -> bool:
-    """Whether ``stream`` is such a terminal and nobody asked for none (NO_COLOR)."""
+    """Whether ``stream`` is such a terminal and NO_COLOR does not ask for plain text."""
     return is_terminal(stream) and not os.environ.get("NO_COLOR")
 
 

@@ -55,7 +55,7 @@ exit status:
   0  done, nothing amiss
   1  done, with a finding: bits that differ, blocks with wrong references
   2  not done: bad arguments, no library, too little memory
-  130, 141  interrupted; whoever read the output has gone
+  130, 141  interrupted; the reader of the output has gone
 
 Answers go to stdout, problems and progress to stderr. With --json the answer is
 one JSON object. Colour is for terminals only, and NO_COLOR turns it off.

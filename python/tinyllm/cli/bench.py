@@ -251,7 +251,7 @@ class Workload:
                 cache.append(s, layer, *self.kv(s))
         self._tables = np.array([cache.block_table(s) for s in self._ids], np.uint32)
         self._lengths = np.full(shape.batch, shape.ctx, np.int32)
-        self._word = np.empty(1, np.uint64)  # what tl_kv_read answers, which nobody asks for
+        self._word = np.empty(1, np.uint64)  # the result of tl_kv_read, not used
 
     def kv(self, s: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """K and V of sequence ``s``, as appended: sequences are shifted against each other."""

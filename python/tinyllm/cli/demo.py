@@ -130,15 +130,15 @@ def run(args: argparse.Namespace) -> int:
     lib = library()
     isa = instruction_set(lib)
     print(f"libtinyllm {tinyllm.__version__}, {isa}; made-up numbers, nothing is downloaded\n")
-    with Chats(lib, Way("told")) as chats:
-        tell(chats)
-    return prove(lib)
+    with Chats(lib, Way("shown")) as chats:
+        walk_through(chats)
+    return compare_ways(lib)
 
 
 # --- the story ------------------------------------------------------------------------------------
 
 
-def tell(chats: Chats) -> None:
+def walk_through(chats: Chats) -> None:
     """Prompt, forks, tokens: what the blocks do meanwhile."""
     cache, b = chats.cache, chats.cache.block_size
     chats.read_prompt("prompt")
@@ -175,7 +175,7 @@ def tell(chats: Chats) -> None:
     print(cache.look(), end="\n\n")
 
 
-def prove(lib: Lib) -> int:
+def compare_ways(lib: Lib) -> int:
     """The same chats in every way, on every instruction set: 0 where all bits are the same."""
     print(bold("5. The bits do not depend on how"))
     print(

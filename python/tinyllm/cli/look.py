@@ -22,7 +22,7 @@ EXAMPLES: Final = """\
 
 cache.snapshot("cache.json") writes such a file. The exit status is 1 where the
 references on some block are not those of the sequences that hold it: a leak, or
-a block that somebody took past the cache.
+a block taken by functions of the C headers, past the cache.
 """
 
 

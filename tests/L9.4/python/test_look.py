@@ -280,7 +280,7 @@ def test_every_used_block_has_a_tooltip_that_names_its_holders(cache: PagedKVCac
     said = [t for t in texts(cache.look().svg()) if re.match(r"block \d+:", t)]
     first = int(cache.block_table("base")[0])
     assert f"block {first}: base, left, right; 3 references; 4 of 4 tokens" in said
-    assert "block 0: nobody; cached; 4 of 4 tokens; hash 0000000000000063" in said
+    assert "block 0: no holder; cached; 4 of 4 tokens; hash 0000000000000063" in said
     assert len(said) == cache.stats()["used"] + cache.stats()["cached"]
 
 

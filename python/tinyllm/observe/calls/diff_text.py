@@ -142,7 +142,7 @@ def _verdict(d: Diff) -> Iterator[str]:
             width = max(map(len, facts))
             yield from (f"  {name:<{width}}  {x} | {y}" for name, (x, y) in facts.items())
         else:
-            yield "  nothing that was recorded: does somebody write K and V during the call?"
+            yield "  nothing that was recorded: are K and V written during the call?"
     if len(d.facts) > 1:
         yield f"The same inputs and other bits have also {_named(list(d.facts)[1:])}."
 

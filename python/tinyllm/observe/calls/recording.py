@@ -515,7 +515,7 @@ def _typed(entry: dict[str, Any], key: str, kind: type[_T]) -> _T:
 
 
 def _text(entry: dict[str, Any], key: str) -> str:
-    """A string that may be shown: nothing that a terminal obeys."""
+    """A string that may be shown: nothing in it acts on a terminal."""
     value = _typed(entry, key, str)
     if not value.isprintable():
         raise ValueError(f"{key} is {value!r}")

@@ -3,7 +3,7 @@
 in.
 
 Words. holders: the entries of block tables that name a block. Each holder has one reference, so
-references beyond the holders belong to nobody this cache knows (leaked, or taken through
+references beyond the holders belong to no sequence of the cache (leaked, or taken through
 ``cache.pool``), and holders beyond the references read a block that may be given away (dangling).
 """
 
@@ -130,12 +130,12 @@ class Snapshot:
         """Everything that can be counted.
 
         blocks_{total,used,cached,free}: in each state. blocks_shared: with more than one reference.
-        blocks_saved: how many more would be in use if nobody shared. blocks_high_water: most in use
+        blocks_saved: how many more would be in use without sharing. blocks_high_water: most in use
         at once.
         slots: positions the pool has room for. tokens: positions stored in blocks in use, by every
         layer.
         tail_waste: slots of blocks in use that hold no token. sequences: live ones.
-        leaked: references nobody here has. dangling: holders without a reference.
+        leaked: references that no sequence holds. dangling: holders without a reference.
         copies_on_write, evictions, failed_allocations: how often, since the cache was made.
         """
         refs, fill = self.blocks["refs"], self.blocks["fill"]

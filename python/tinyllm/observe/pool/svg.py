@@ -158,7 +158,7 @@ class _Page:
             return f"blocks {first}-{min(first + cells.per, s.num_blocks) - 1}: {filled}"
         row = s.blocks[s.blocks["id"].searchsorted(first)]
         who = holders.get(first, [])
-        names = ", ".join(self.names[j] for j in who[:6]) or "nobody"
+        names = ", ".join(self.names[j] for j in who[:6]) or "no holder"
         more = f" and {len(who) - 6} more" if len(who) > 6 else ""
         state = "cached" if cells.kind[i] == CACHED else plural(int(row["refs"]), "reference")
         parts = [
