@@ -253,7 +253,7 @@ def read_config(file: GGUF) -> Config:
 
 
 def from_gguf(file: GGUF, progress: Callable[[int, int], None] = lambda done, of: None) -> Model:
-    """The model in a GGUF file, widened to float32; `progress` is called with layers ready and all."""
+    """The model in a GGUF file, in float32; `progress` is called with layers ready and in all."""
     c = read_config(file)
     expected = {"token_embd.weight", "output_norm.weight", "output.weight"}
     expected |= {f"blk.{i}.{part}.weight" for i in range(c.layers) for part in _LAYER_TENSORS}
