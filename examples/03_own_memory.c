@@ -16,15 +16,14 @@ static void check(tl_status status)
     }
 }
 
-/* The engine's cache of one layer: all of K, then all of V, [2, blocks, slots, heads, width] in
- * bf16. */
+/* The engine's cache of one layer in bf16, K and then V: [2, blocks, slots, heads, width]. */
 static uint16_t cache[2][BLOCKS][SLOTS][KV_HEADS][WIDTH];
 
 int main(void)
 {
-    /* How the library finds its way through it. Strides count elements; the innermost axis is
-     * contiguous. */
-    tl_kv_view view = {.size = sizeof view, .k = cache[0],
+    /* Where it lies. Strides count elements; the innermost axis is contiguous. */
+    tl_kv_view view = {.size = sizeof view,
+                       .k = cache[0],
                        .v = cache[1],
                        .dtype = TL_BF16,
                        .n_blocks = BLOCKS,

@@ -11,15 +11,14 @@
 #include <unistd.h>
 
 enum {
-    LENGTH = 3000,
+    LENGTH = 40000, /* two stretches of 16384 positions, and part of a third */
     SLOTS = 16,
-    BLOCKS = (LENGTH + SLOTS - 1) / SLOTS,
+    BLOCKS = LENGTH / SLOTS,
     HEADS = 2,
     WIDTH = 32,
-    SPLITS = 3
+    SPLITS = TL_ATTN_STRETCH / TL_ATTN_SPLIT, /* of a stretch */
+    STATE = 2 + WIDTH /* floats: the largest score, the sum of exponentials, the weighted values */
 };
-/* floats: the largest score, the sum of exponentials, the weighted values */
-enum { STATE = 2 + WIDTH };
 
 typedef struct {
     float k[BLOCKS][SLOTS][WIDTH], v[BLOCKS][SLOTS][WIDTH]; /* one KV head */
@@ -38,20 +37,22 @@ static float value(uint32_t i) /* something in [-0.5, 0.5) that every process ca
     return (float)(i * 2654435761u >> 8) * 0x1p-24f - 0.5f;
 }
 
-/* K and V of the positions from `first` up to `last`; the others stay as they are. */
+/* K and V of the positions from `first` up to `last`, in blocks from 0 on. */
 static void store(memory *m, int first, int last)
 {
     for (int j = first; j < last; j++) {
+        int block = (j - first) / SLOTS;
         for (int d = 0; d < WIDTH; d++) {
-            m->k[j / SLOTS][j % SLOTS][d] = 8 * value((uint32_t)(2 * j * WIDTH + d));
-            m->v[j / SLOTS][j % SLOTS][d] = value((uint32_t)((2 * j + 1) * WIDTH + d));
+            m->k[block][j % SLOTS][d] = 8 * value((uint32_t)(2 * j * WIDTH + d));
+            m->v[block][j % SLOTS][d] = value((uint32_t)((2 * j + 1) * WIDTH + d));
         }
     }
 }
 
 static void view_of(const memory *m, tl_kv_view *view)
 {
-    *view = (tl_kv_view){.size = sizeof(tl_kv_view), .k = m->k,
+    *view = (tl_kv_view){.size = sizeof *view,
+                         .k = m->k,
                          .v = m->v,
                          .dtype = TL_F32,
                          .n_blocks = BLOCKS,
@@ -71,7 +72,7 @@ int main(void)
     const int32_t length = LENGTH;
     uint32_t table[BLOCKS];
     tl_kv_view view;
-    float *states = mmap(NULL, sizeof(float[SPLITS][HEADS][STATE]), PROT_READ | PROT_WRITE,
+    float *states = mmap(NULL, sizeof(float[3][HEADS][STATE]), PROT_READ | PROT_WRITE,
                          MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (states == MAP_FAILED)
         return 1;
@@ -79,7 +80,7 @@ int main(void)
     float *first = states, *rest = states + HEADS * STATE;
 
     for (uint32_t i = 0; i < BLOCKS; i++)
-        table[i] = i;
+        table[i] = i; /* each process names its own blocks, from 0 on */
     for (uint32_t d = 0; d < HEADS * WIDTH; d++)
         q[d / WIDTH][d % WIDTH] = value(UINT32_MAX - d);
     view_of(&here, &view);
@@ -96,22 +97,26 @@ int main(void)
     args.block_tables = table;
     args.table_stride = BLOCKS;
 
+    args.state_span = TL_ATTN_STRETCH; /* one state a stretch, not one a split */
     pid_t child = fork();
-    if (child == 0) { /* holds positions 1024 to 2999: splits 1 and 2 */
-        store(&here, TL_ATTN_SPLIT, LENGTH);
-        check(tl_paged_attn_states_f32(&args, 1, 2, rest));
+    if (child == 0) { /* holds stretches 1 and 2: positions from 16384 on */
+        store(&here, TL_ATTN_STRETCH, LENGTH);
+        args.first_block = TL_ATTN_STRETCH / SLOTS; /* of the context: table[0] names it */
+        check(tl_paged_attn_states_f32(&args, SPLITS, 2 * SPLITS, rest));
         _exit(0);
     }
-    store(&here, 0, TL_ATTN_SPLIT); /* the parent holds split 0 */
-    check(tl_paged_attn_states_f32(&args, 0, 1, first));
+    store(&here, 0, TL_ATTN_STRETCH); /* the parent holds stretch 0 */
+    check(tl_paged_attn_states_f32(&args, 0, SPLITS, first));
     int status;
     if (waitpid(child, &status, 0) != child || status != 0)
         return 1;
-    const tl_attn_part parts[] = {{first, 0, 1}, {rest, 1, 2}};
+    const tl_attn_part parts[] = {{first, 0, SPLITS, TL_ATTN_STRETCH},
+                                  {rest, SPLITS, 2 * SPLITS, TL_ATTN_STRETCH}};
     check(tl_attn_merge_f32(parts, 2, HEADS, HEADS, WIDTH, NULL, merged[0], NULL, NULL));
 
     /* The same in one call, by a process that holds everything. */
-    store(&here, TL_ATTN_SPLIT, LENGTH);
+    store(&here, 0, LENGTH);
+    args.state_span = 0;
     check(tl_paged_attn_f32(&args));
     int equal = memcmp(merged, whole, sizeof whole) == 0;
     printf("two processes: %+.6f %+.6f ...\n", (double)merged[0][0], (double)merged[0][1]);

@@ -9,7 +9,7 @@
 
 #include "abi.h"
 
-#define TL_NUMERICS_VERSION 1
+#define TL_NUMERICS_VERSION 2
 
 TL_BEGIN_DECLS
 

@@ -84,10 +84,10 @@ def merged(printed: str) -> None:
     def value(i: NDArray[np.uint64]) -> NDArray[np.float64]:
         return ((i * 2654435761 & 0xFFFFFFFF) >> 8) / 2.0**24 - 0.5
 
-    d, j = np.arange(32, dtype=np.uint64), np.arange(3000, dtype=np.uint64)[:, None]
+    d, j = np.arange(32, dtype=np.uint64), np.arange(40000, dtype=np.uint64)[:, None]
     k, v = 8 * value(64 * j + d), value(64 * j + 32 + d)
     q = value(0xFFFFFFFF - np.arange(64, dtype=np.uint64)).reshape(1, 2, 1, 32)
-    out, _ = windowed_attention(q, k[None, None], v[None, None], q_offset=2999, scale=0.25)
+    out, _ = windowed_attention(q, k[None, None], v[None, None], q_offset=39999, scale=0.25)
     *pair, verdict = printed.splitlines()
     assert verdict == "64 of 64 values have the same bits"
     for line in pair:

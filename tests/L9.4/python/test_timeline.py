@@ -299,7 +299,7 @@ def texts(svg: ElementTree.Element, tag: str) -> list[str]:
 def test_the_picture_names_every_bar() -> None:
     svg = svg_of(made(WORK))
     assert [t for t in texts(svg, "title") if not t.startswith("call")] == [
-        "shared from seq 0 head 0: rows 0-1 of q, splits 0, 30.0 us from 0 ns on",
+        "shared from seq 0 head 0: 2 rows of q, splits 0, 30.0 us from 0 ns on",
         "seq 2 head 0: rows 0-1 of q, splits 0, 50.0 us from 30.0 us on",
         "seq 1 head 1: rows 0-1 of q, splits 0, 20.0 us from 20.0 us on",
         "merge: rows 0-1 of q, splits 0, 10.0 us from 90.0 us on",

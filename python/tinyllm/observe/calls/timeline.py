@@ -3,7 +3,7 @@
 trace.
 
 An event is one walk of a worker over K and V: rows of one sequence and KV head; or shared, rows of
-several sequences over the splits they have in common; or a merge of states.
+several sequences over the blocks that they begin with; or a merge of states.
 """
 
 from __future__ import annotations
@@ -49,10 +49,9 @@ def timeline() -> Iterator[Timeline]:
     """Collects what each worker did in the calls of ``paged_attention`` and
     ``paged_attention_decode`` in the block.
 
-    A watched decode goes through the C function of ``paged_attention``, which gives the same bits;
-    it may share walks between sequences, which plain decode does not. Blocks may be nested, also
-    with ``record``.
-    What counts are calls of the context (thread, asyncio task) that entered the block.
+    A watched decode goes through the C function of ``paged_attention``, which gives the same bits.
+    Blocks may be nested, also with ``record``. What counts are calls of the context (thread,
+    asyncio task) that entered the block.
 
     >>> with tinyllm.timeline() as t:
     ...     tinyllm.paged_attention(q, view, tables, lengths, threads=2)
@@ -137,7 +136,7 @@ class Timeline:
 
         call: index into ``calls``. worker: 0 is the thread that called. what: ROWS, SHARED or
         MERGE. seq: of SHARED the first of its sequences, of MERGE -1, as kv_head. first_token,
-        n_tokens: rows of q.
+        n_tokens: rows of q from first_token on; of SHARED n_tokens in all, wherever they are.
         first_split, n_splits: of 1024 positions, those that any of the rows sees. begin_ns, end_ns:
         on the clock of ``time.monotonic_ns``.
         """

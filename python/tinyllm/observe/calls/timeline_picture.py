@@ -245,6 +245,8 @@ def _bar(run: list[Any], scale: _Scale, y: float) -> str:
 def _said(e: Any, scale: _Scale) -> str:
     """The tooltip."""
     tokens = f"rows {_range(e['first_token'], e['n_tokens'])} of q"
+    if e["what"] == TL_TRACE_SHARED:  # of any sequences of the batch
+        tokens = f"{plural(int(e['n_tokens']), 'row')} of q"
     splits = f"splits {_range(e['first_split'], e['n_splits'])}" if e["n_splits"] else "no split"
     took, begin = _duration(e["end_ns"] - e["begin_ns"]), _duration(e["begin_ns"] - scale.begin)
     return f"{name_of(e)}: {tokens}, {splits}, {took} from {begin} on"
