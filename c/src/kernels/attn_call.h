@@ -148,9 +148,10 @@ static inline int64_t attn_state_floats(const struct attn_call *c)
 
 /* ---- the parts ---- */
 
-/* Whether B and table_stride can be; whether tables of that size can. TL_EINVAL. */
+/* Whether B and table_stride can be; whether arrays
+ * of that size can, which are read from then on. TL_EINVAL. */
 tl_status tl_attn_check_batch(const struct attn_call *c);
-tl_status tl_attn_check_tables_size(const struct attn_call *c);
+tl_status tl_attn_check_arrays(const struct attn_call *c);
 
 /* Whether positions `seen` of a sequence can be found through its table. TL_EINVAL. */
 tl_status tl_attn_check_table(const struct attn_call *c, int64_t seq, struct range seen);

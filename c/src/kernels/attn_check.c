@@ -17,12 +17,17 @@ tl_status tl_attn_check_batch(const struct attn_call *c)
     return TL_OK;
 }
 
-tl_status tl_attn_check_tables_size(const struct attn_call *c)
+tl_status tl_attn_check_arrays(const struct attn_call *c)
 {
     if (!tl_fits_memory(sizeof(uint32_t), 2, (int64_t[]){c->B, c->table_stride}))
         return tl_fail_i64(TL_EINVAL, c->fn, "B = %lld tables of %lld do not fit in memory", c->B,
                            c->table_stride);
-    return TL_OK;
+    const struct span span[] = {
+        tl_span("ctx_lens", c->ctx_lens, sizeof *c->ctx_lens, c->B),
+        tl_span("cu_seqlens_q", c->cu_seqlens_q, sizeof *c->cu_seqlens_q, c->B + 1),
+        tl_span("block_tables", c->block_tables, sizeof *c->block_tables,
+                c->B * c->table_stride)};
+    return tl_check_addresses(c->fn, span, 3);
 }
 
 /* ---- sizes ---- */
@@ -111,7 +116,8 @@ static tl_status check_sizes(const struct attn_call *c, struct spans *s)
     add_span(s, tl_span("trace", c->trace ? c->trace->events : NULL, sizeof(tl_trace_event),
                         c->trace ? c->trace->capacity : 0));
     s->n_written = s->n;
-    return add_rows(c, s, "q", c->q, c->kv.k.dim, c->q_at);
+    TL_TRY(add_rows(c, s, "q", c->q, c->kv.k.dim, c->q_at));
+    return tl_check_addresses(c->fn, s->of, s->n);
 }
 
 /* A side of K and V; the layout was checked. */
@@ -206,7 +212,7 @@ tl_status tl_attn_check(struct attn_call *c)
 {
     struct spans spans;
     TL_TRY(check_dims(c));
-    TL_TRY(tl_attn_check_tables_size(c));
+    TL_TRY(tl_attn_check_arrays(c));
     c->total_q = c->B > 0 ? attn_first_token(c, c->B) : 0;
     TL_TRY(check_sizes(c, &spans));
     TL_TRY(check_workspace(c));

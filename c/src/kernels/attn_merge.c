@@ -43,6 +43,8 @@ static tl_status check_sizes(const struct merge *m)
         return tl_fail_i64(TL_EINVAL, fn, "%lld parts do not fit in memory", m->n_parts);
     if (!m->parts)
         return tl_fail(TL_EINVAL, fn, "parts is NULL");
+    const struct span parts = tl_span("parts", m->parts, sizeof *m->parts, m->n_parts);
+    TL_TRY(tl_check_addresses(fn, &parts, 1));
     if (m->n_rows > 0 && !m->out)
         return tl_fail(TL_EINVAL, fn, "out is NULL");
     if (!tl_fits_memory(sizeof(float), 2, (int64_t[]){m->n_rows, m->dim}))
@@ -76,8 +78,8 @@ static tl_status check_part(const struct merge *m, int64_t i, int64_t due)
         return tl_fail_i64(TL_EINVAL, fn, "part %lld: states is NULL", i);
     if (!tl_fits_memory(sizeof(float), 3, (int64_t[]){m->n_rows, n_states(part), 2 + m->dim}))
         return tl_fail_i64(TL_EINVAL, fn,
-                           "part %lld: %lld rows of %lld states do not fit in memory", i, m->n_rows,
-                           n_states(part));
+                           "part %lld: %lld rows of the states of %lld splits do not fit in "
+                           "memory", i, m->n_rows, part->n_splits);
     return TL_OK;
 }
 
@@ -98,10 +100,12 @@ static tl_status check_overlap(const struct merge *m)
                            tl_span("lse", m->lse, sizeof(float), m->n_rows),
                            tl_span("sink_logits", m->sink_logits, sizeof(float), m->H),
                            tl_span("parts", m->parts, sizeof *m->parts, m->n_parts)};
+    TL_TRY(tl_check_addresses(fn, span, 4));
     for (int64_t i = 0; i < m->n_parts; i++) {
         const tl_attn_part *part = &m->parts[i];
         span[4] = tl_span("the states of a part", part->states, sizeof(float),
                           m->n_rows * n_states(part) * (2 + m->dim));
+        TL_TRY(tl_check_addresses(fn, span + 4, 1));
         TL_TRY(tl_check_spans(fn, span, 2, 5));
     }
     return TL_OK;

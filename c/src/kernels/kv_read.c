@@ -98,7 +98,7 @@ tl_status tl_kv_read(const tl_kv_view *view, const uint32_t *block_tables, int64
     TL_TRY(tl_kv_view_check(fn, view));
     r.c.kv = tl_kv_layout_of(view);
     TL_TRY(tl_attn_check_batch(&r.c));
-    TL_TRY(tl_attn_check_tables_size(&r.c));
+    TL_TRY(tl_attn_check_arrays(&r.c));
     for (int64_t seq = 0; seq < B; seq++)
         TL_TRY(check_sequence(&r.c, seq));
     if (__builtin_mul_overflow(B, r.c.kv.n_kv_heads, &n_units))

@@ -35,8 +35,8 @@ static tl_status check_sizes(const char *fn, const tl_kv_view *view)
                 {"head_dim_v", view->head_dim_v, 1}};
     for (size_t i = 0; i < sizeof size / sizeof size[0]; i++)
         if (size[i].n < size[i].least)
-            return tl_fail(TL_EINVAL, fn, "view: %s = %lld is below %lld", size[i].name,
-                           (long long)size[i].n, (long long)size[i].least);
+            return tl_fail(TL_EINVAL, fn, "view: %s = %" PRId64 " is below %" PRId64, size[i].name,
+                           size[i].n, size[i].least);
     return TL_OK;
 }
 
@@ -46,10 +46,27 @@ static tl_status check_format(const char *fn, const tl_kv_view *view)
         return tl_fail(TL_EINVAL, fn, "view: dtype = %d is none of " KV_FORMAT_NAMES, view->dtype);
     if (view->reserved != 0)
         return tl_fail(TL_EINVAL, fn, "view: reserved = %u is not 0", view->reserved);
-    if (view->k_scale || view->v_scale || view->k_scale_block_stride || view->k_scale_head_stride ||
-        view->k_scale_token_stride || view->v_scale_block_stride || view->v_scale_head_stride ||
-        view->v_scale_token_stride)
-        return tl_fail(TL_EINVAL, fn, "view: dtype = %d has no scales", view->dtype);
+    return TL_OK;
+}
+
+/* None of the formats has scales. */
+static tl_status check_scales(const char *fn, const tl_kv_view *view)
+{
+    const struct {
+        const char *name;
+        bool is_given;
+    } member[] = {{"k_scale", view->k_scale != NULL},
+                  {"v_scale", view->v_scale != NULL},
+                  {"k_scale_block_stride", view->k_scale_block_stride != 0},
+                  {"k_scale_head_stride", view->k_scale_head_stride != 0},
+                  {"k_scale_token_stride", view->k_scale_token_stride != 0},
+                  {"v_scale_block_stride", view->v_scale_block_stride != 0},
+                  {"v_scale_head_stride", view->v_scale_head_stride != 0},
+                  {"v_scale_token_stride", view->v_scale_token_stride != 0}};
+    for (size_t i = 0; i < sizeof member / sizeof member[0]; i++)
+        if (member[i].is_given)
+            return tl_fail(TL_EINVAL, fn, "view: %s is given, and dtype = %d has no scales",
+                           member[i].name, view->dtype);
     return TL_OK;
 }
 
@@ -94,6 +111,7 @@ tl_status tl_kv_view_check(const char *fn, const tl_kv_view *view)
                        (unsigned long long)view->size, sizeof *view);
     struct axis k[3] = AXES(view, k), v[3] = AXES(view, v);
     TL_TRY(check_format(fn, view));
+    TL_TRY(check_scales(fn, view));
     TL_TRY(check_sizes(fn, view));
     TL_TRY(check_side(fn, "k", view->k, view->head_dim_k, k, view));
     return check_side(fn, "v", view->v, view->head_dim_v, v, view);

@@ -41,7 +41,7 @@ tl_status tl_paged_attn_decode_f32(const float *q, const tl_kv_pool *kv, uint32_
     TL_TRY(tl_attn_check_batch(&c));
     if (layer >= cfg.n_layers)
         return tl_fail(TL_EINVAL, fn, "layer = %u, the pool has %u", layer, cfg.n_layers);
-    TL_TRY(tl_attn_check_tables_size(&c));
+    TL_TRY(tl_attn_check_arrays(&c));
     TL_TRY(check_shape(&c, &cfg, Hkv, D));
     c.group = H / Hkv;
     c.q_at = c.out_at = (struct row_strides){0, H * D, D};

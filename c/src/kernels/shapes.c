@@ -45,10 +45,16 @@ struct span tl_span(const char *name, const void *base, int64_t elem, int64_t n)
     return (struct span){name, lo, base ? lo + (uintptr_t)(elem * n) : lo};
 }
 
-static void sort_by_stride(struct axis *axis, int n)
+/* How far a stride steps, whichever way. */
+static uint64_t step_of(const struct axis *axis)
+{
+    return axis->stride < 0 ? 0 - (uint64_t)axis->stride : (uint64_t)axis->stride;
+}
+
+static void sort_by_step(struct axis *axis, int n)
 {
     for (int i = 1; i < n; i++)
-        for (int j = i; j > 0 && axis[j].stride < axis[j - 1].stride; j--) {
+        for (int j = i; j > 0 && step_of(&axis[j]) < step_of(&axis[j - 1]); j--) {
             const struct axis shorter = axis[j];
             axis[j] = axis[j - 1];
             axis[j - 1] = shorter;
@@ -59,20 +65,29 @@ const struct axis *tl_overlapping_axis(int64_t width, struct axis *axis, int n_a
                                        int64_t *stepped_over)
 {
     *stepped_over = width;
-    sort_by_stride(axis, n_axes);
+    sort_by_step(axis, n_axes);
     for (int i = 0; i < n_axes; i++) {
         int64_t way;
         if (axis[i].n <= 1)
             continue;
-        if (axis[i].stride < *stepped_over)
+        if (step_of(&axis[i]) < (uint64_t)*stepped_over)
             return &axis[i];
-        if (__builtin_mul_overflow(axis[i].n - 1, axis[i].stride, &way) ||
+        if (__builtin_mul_overflow(axis[i].n - 1, step_of(&axis[i]), &way) ||
             __builtin_add_overflow(*stepped_over, way, stepped_over)) {
             *stepped_over = 0;
             return &axis[i];
         }
     }
     return NULL;
+}
+
+tl_status tl_check_addresses(const char *fn, const struct span *span, int n)
+{
+    for (int i = 0; i < n; i++)
+        if (span[i].hi < span[i].lo)
+            return tl_fail(TL_EINVAL, fn, "%s at %p: the address space ends before it does",
+                           span[i].name, (void *)span[i].lo);
+    return TL_OK;
 }
 
 static bool share_memory(const struct span *a, const struct span *b)

@@ -34,15 +34,19 @@ bool tl_fits_memory(int64_t size, int n, const int64_t *dims);
 bool tl_span_of(const void *base, int64_t elem, int64_t width, const struct axis *axis, int n_axes,
                 struct span *span);
 
-/* n contiguous elements, which are known to fit. */
+/* n contiguous elements, whose bytes are known to fit. They may still pass the end of memory, which
+ * tl_check_addresses finds: hi is then below lo. */
 struct span tl_span(const char *name, const void *base, int64_t elem, int64_t n);
 
 /* Whether no two rows share memory, shown by nesting: of the axes, those longer than 1 are taken by
- * rising stride, and each must step over all that the shorter ones span. NULL, or the axis that
- * does not; `axis` is sorted. Negative strides never nest. *stepped_over: what it had to step over,
- * or 0 where its own way passes INT64_MAX. */
+ * rising length of their stride, and each must step over all that the shorter ones span. NULL, or the
+ * axis that does not; `axis` is sorted. *stepped_over: what it had to step over, or 0 where its own
+ * way passes INT64_MAX. */
 const struct axis *tl_overlapping_axis(int64_t width, struct axis *axis, int n_axes,
                                        int64_t *stepped_over);
+
+/* TL_EINVAL in fn's name where a span passes the end of memory. */
+tl_status tl_check_addresses(const char *fn, const struct span *span, int n);
 
 /* TL_EINVAL in fn's name where one of the first n_written spans shares memory with any other. */
 tl_status tl_check_spans(const char *fn, const struct span *span, int n_written, int n);

@@ -126,19 +126,19 @@ TEST(reading_badly_is_refused)
         const int32_t *ctx;
         int64_t B;
         const char *word;
-    } bad[] = {
-        {NULL, c.tables, 5, c.ctx, 3, "view is NULL"},
-        {&no_k, c.tables, 5, c.ctx, 3, "view: k is NULL"},
-        {&odd, c.tables, 5, c.ctx, 3, "dtype"},
-        {&sound, NULL, 5, c.ctx, 3, "block_tables is NULL"},
-        {&sound, c.tables, 5, NULL, 3, "ctx_lens is NULL"},
-        {&sound, c.tables, 0, c.ctx, 3, "table_stride = 0 is below 1"},
-        {&sound, c.tables, 5, c.ctx, -1, "B = -1"},
-        {&sound, c.tables, INT64_MAX / 2, c.ctx, 3, "B = 3 tables"},
-        {&sound, c.tables, 4, c.ctx, 3, "sequence 0: ctx_len = 30 needs 5 blocks of 6, table_stride = 4"},
-        {&sound, c.tables, 5, (const int32_t[]){1, -1, 1}, 3, "sequence 1: ctx_len = -1"},
-        {&sound, (const uint32_t[]){0, 1, 9}, 3, (const int32_t[]){13}, 1,
-         "sequence 0: block_table[2] = 9, there are 9 blocks"}};
+    } bad[] = {{NULL, c.tables, 5, c.ctx, 3, "view is NULL"},
+               {&no_k, c.tables, 5, c.ctx, 3, "view: k is NULL"},
+               {&odd, c.tables, 5, c.ctx, 3, "dtype"},
+               {&sound, NULL, 5, c.ctx, 3, "block_tables is NULL"},
+               {&sound, c.tables, 5, NULL, 3, "ctx_lens is NULL"},
+               {&sound, c.tables, 0, c.ctx, 3, "table_stride = 0 is below 1"},
+               {&sound, c.tables, 5, c.ctx, -1, "B = -1"},
+               {&sound, c.tables, INT64_MAX / 2, c.ctx, 3, "B = 3 tables"},
+               {&sound, c.tables, 4, c.ctx, 3,
+                "sequence 0: ctx_len = 30 needs 5 blocks of 6, table_stride = 4"},
+               {&sound, c.tables, 5, (const int32_t[]){1, -1, 1}, 3, "sequence 1: ctx_len = -1"},
+               {&sound, (const uint32_t[]){0, 1, 9}, 3, (const int32_t[]){13}, 1,
+                "sequence 0: block_table[2] = 9, there are 9 blocks"}};
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
         CHECK_STATUS(tl_kv_read(bad[i].view, bad[i].tables, bad[i].table_stride, bad[i].ctx,
                                 bad[i].B, 0, NULL, &word),

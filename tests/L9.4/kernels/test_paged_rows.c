@@ -577,7 +577,7 @@ static void rows_check_with_workspace(const struct rows *r, const struct wanted 
     const size_t want_bytes =
         threads == 1
             ? 0
-            : 4 * rows * (size_t)(TL_ATTN_WAVE_SPLITS * threads * (2 + dim_v(&r->spec)) + 2);
+            : 4 * rows * (size_t)((TL_ATTN_WAVE_SPLITS * threads + 1) * (2 + dim_v(&r->spec)) + 2);
     CHECK(bytes == want_bytes, "%zu bytes for %zu: %s", bytes, want_bytes, describe(r));
     a->workspace = guarded(bytes), a->workspace_bytes = bytes;
     memset(a->workspace, 0xFF, bytes);
@@ -1914,7 +1914,7 @@ enum {
     BAD_ROWS = 6,
     BAD_OUT = BAD_ROWS * BAD_H * BAD_DV,
     BAD_LSE = BAD_ROWS * BAD_H,
-    BAD_WORK = BAD_LSE * (TL_ATTN_WAVE_SPLITS * 2 * (2 + BAD_DV) + 2), /* for two threads */
+    BAD_WORK = BAD_LSE * ((TL_ATTN_WAVE_SPLITS * 2 + 1) * (2 + BAD_DV) + 2), /* for two threads */
     BAD_K = BAD_BLOCKS * BAD_HKV * BAD_TOKENS * BAD_DK,
     BAD_V = BAD_BLOCKS * BAD_HKV * BAD_TOKENS * BAD_DV,
 };
