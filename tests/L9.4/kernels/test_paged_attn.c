@@ -931,13 +931,12 @@ TEST(lengths_of_every_class_are_attended_once)
 TEST(a_step_is_shared_when_it_costs_more_than_waking_a_thread)
 {
     tl_small_step_ns = 50000;
-    /* 64 positions: a few microseconds */
-    CHECK(!tl_worth_waking(tl_attn_ns(64 * 128, 8, 32)), "waking");
-    CHECK(tl_worth_waking(tl_attn_ns(4096 * 128, 8, 32)), "waking");   /* 4096: a millisecond */
-    CHECK(!tl_worth_waking(tl_attn_ns(0, 8, 32)), "waking");
-    CHECK(tl_worth_waking(tl_attn_ns(1e15, 1e3, 1e3)), "waking");
+    CHECK(!tl_worth_waking(tl_attn_ns(64 * 128, 8, 32)), "sharing"); /* a few microseconds */
+    CHECK(tl_worth_waking(tl_attn_ns(4096 * 128, 8, 32)), "sharing"); /* a millisecond */
+    CHECK(!tl_worth_waking(tl_attn_ns(0, 8, 32)), "sharing");
+    CHECK(tl_worth_waking(tl_attn_ns(1e15, 1e3, 1e3)), "sharing");
     tl_small_step_ns = 0;
-    CHECK(tl_worth_waking(tl_attn_ns(1, 1, 1)), "waking");
+    CHECK(tl_worth_waking(tl_attn_ns(1, 1, 1)), "sharing");
 }
 
 /* The same values in blocks of other sizes, and at addresses that are no multiple of anything but
