@@ -34,6 +34,8 @@ static const uint64_t modes[] = {
     0x1FBFu,      /* all sticky flags up */
     0xFFFFu & ~0x1F80u, /* traps unmasked under flags that are up, FTZ, DAZ, toward zero */
     0x1F95u,      /* some flags */
+    0x1F80u & ~0x0080u, 0x1F80u & ~0x0100u, 0x1F80u & ~0x0200u, /* one trap each */
+    0x1F80u & ~0x0400u, 0x1F80u & ~0x0800u,
 };
 
 #elif defined(__aarch64__)
@@ -288,6 +290,446 @@ TEST(softmax_and_exp_in_every_mode)
                 painted_free(r.y, N);
             }
     free(x), free(want);
+}
+
+/* ---- every function that computes ---- */
+
+enum { N_X = 300, WORLD_OUT = 1 << 14 /* floats */, TOTAL_Q = 3, SPLITS = 2 };
+
+/* What the calls read, made in the default mode, and where they write. Every option of the general
+ * call is on; scalars are subnormal where a call takes them as they are. */
+struct world {
+    struct paged c;
+    tl_kv_view view, fresh_view;
+    tl_pool *tp;
+    tl_paged_attn_args args;
+    int32_t cu[3];
+    float slopes[4], sinks[4], *q, *kv, *states, *workspace;
+    tl_kv_pool *fresh; /* four blocks to append to */
+    uint32_t table[4];
+    int64_t slots[8];
+    float f32[N_X];
+    uint16_t u16[N_X];
+    uint8_t u8[N_X];
+    float *out; /* [WORLD_OUT] */
+};
+
+static void fill_inputs(struct world *w)
+{
+    static const uint32_t special[] = {0,          0x80000000, 1,          0x807FFFFF, 0x7F7FFFFF,
+                                       0x7F800000, 0xFF800000, 0x7F800001, 0xFFC00000, 0x33000001,
+                                       0x477FF000, 0x3F800001, 0x42B17218, 0xC2AEAC50, 0x38000001};
+    uint64_t rng = 3;
+    for (int i = 0; i < N_X; i++) {
+        w->f32[i] = i % 2 ? 20 * rng_unit(&rng) : float_of(special[(size_t)i / 2 % 15]);
+        w->u16[i] = (uint16_t)rng_next(&rng);
+        w->u8[i] = (uint8_t)rng_next(&rng);
+    }
+    for (int i = 0; i < 4; i++)
+        w->slopes[i] = 0x1.3p-4f * (float)(i + 1), w->sinks[i] = i % 2 ? 0x1p-140f : -0.3f;
+    for (int i = 0; i < 8; i++)
+        w->slots[i] = 8 * (i % 4) + 7 - i;
+}
+
+static float *tiny_floats(int64_t n, float scale, uint64_t seed)
+{
+    float *x = floats(n);
+    for (int64_t i = 0; i < n; i++)
+        x[i] = rng_unit(&seed) * (i % 3 ? scale : 0x1p-130f);
+    return x;
+}
+
+static void world_args(struct world *w)
+{
+    const struct paged *c = &w->c;
+    const int64_t row = c->H * c->D;
+    w->cu[0] = 0, w->cu[1] = 1, w->cu[2] = TOTAL_Q;
+    w->args = (tl_paged_attn_args){.size = sizeof w->args,
+                                   .view = &w->view,
+                                   .q = w->q,
+                                   .out = w->out,
+                                   .lse = w->out + TOTAL_Q * row,
+                                   .q_token_stride = row,
+                                   .q_head_stride = c->D,
+                                   .out_token_stride = row,
+                                   .out_head_stride = c->D,
+                                   .B = c->B,
+                                   .H = c->H,
+                                   .cu_seqlens_q = w->cu,
+                                   .ctx_lens = c->ctx,
+                                   .block_tables = c->tables,
+                                   .table_stride = c->max_blocks,
+                                   .window = 1039,
+                                   .alibi_slopes = w->slopes,
+                                   .sink_logits = w->sinks,
+                                   .scale = 0.3f,
+                                   .logits_softcap = 2.5f,
+                                   .tp = w->tp};
+    w->args.workspace_bytes = tl_paged_attn_workspace(&w->args);
+    w->workspace = must_alloc(w->args.workspace_bytes + 64);
+    w->args.workspace = w->args.workspace_bytes ? w->workspace : NULL;
+}
+
+static struct world world_make(tl_pool *tp)
+{
+    struct world w = {.c = a_case(DATA_TINY), .tp = tp, .out = painted(WORLD_OUT)};
+    const tl_kv_cfg fresh = kv_cfg(4, 8, 1, 2, 19);
+    fill_inputs(&w);
+    w.q = tiny_floats(TOTAL_Q * w.c.H * w.c.D, 1, 4);
+    w.kv = tiny_floats(2 * 1030 * 19, 2, 5);
+    w.states = floats(TOTAL_Q * w.c.H * SPLITS * (2 + w.c.D));
+    w.fresh = make_pool(&fresh);
+    CHECK_STATUS(tl_kv_alloc(w.fresh, 4, w.table), TL_OK);
+    w.view.size = w.fresh_view.size = sizeof w.view;
+    CHECK_STATUS(tl_kv_pool_view(w.c.kv, w.c.layer, &w.view), TL_OK);
+    CHECK_STATUS(tl_kv_pool_view(w.fresh, 0, &w.fresh_view), TL_OK);
+    return w;
+}
+
+/* In place: it points into itself. */
+static void world_settle(struct world *w)
+{
+    tl_paged_attn_args args;
+    world_args(w);
+    args = w->args;
+    CHECK_STATUS(tl_paged_attn_states_f32(&args, 0, SPLITS, w->states), TL_OK);
+}
+
+static void world_free(struct world *w)
+{
+    tl_kv_pool_destroy(w->fresh);
+    paged_free(&w->c);
+    painted_free(w->out, WORLD_OUT);
+    free(w->q), free(w->kv), free(w->states), free(w->workspace);
+}
+
+static tl_status do_decode(struct world *w)
+{
+    const struct paged *c = &w->c;
+    return tl_paged_attn_decode_f32(c->q, c->kv, c->layer, c->tables, c->max_blocks, c->ctx, w->out,
+                                    c->B, c->H, c->Hkv, c->D, c->scale, c->window, w->tp);
+}
+
+static tl_status do_general(struct world *w)
+{
+    return tl_paged_attn_f32(&w->args);
+}
+
+static tl_status do_general_with_subnormal_scalars(struct world *w)
+{
+    tl_paged_attn_args args = w->args;
+    args.scale = 0x1p-130f, args.logits_softcap = 0x1p-127f;
+    return tl_paged_attn_f32(&args);
+}
+
+static tl_status do_states(struct world *w)
+{
+    return tl_paged_attn_states_f32(&w->args, 0, SPLITS, w->out);
+}
+
+static tl_status do_workspace(struct world *w)
+{
+    return tl_paged_attn_workspace(&w->args) == w->args.workspace_bytes ? TL_OK : TL_EIO;
+}
+
+static tl_status do_merge(struct world *w)
+{
+    const tl_attn_part part = {.states = w->states, .n_splits = SPLITS};
+    return tl_attn_merge_f32(&part, 1, TOTAL_Q * w->c.H, w->c.H, w->c.D, w->sinks, w->out,
+                             w->out + TOTAL_Q * w->c.H * w->c.D, w->tp);
+}
+
+static tl_status do_prefill(struct world *w)
+{
+    const struct flash f = {.q = w->q, .k = w->kv, .v = w->kv, .o = w->out,
+                            .lse = w->out + 4 * 3 * 19, .B = 1, .H = 4, .Hkv = 2, .Tq = 3,
+                            .Tk = 1030, .D = 19, .scale = 0.7f, .q_offset = 1027, .causal = 1,
+                            .sinks = w->sinks, .tp = w->tp};
+    return flash_call(&f);
+}
+
+static tl_status do_read(struct world *w)
+{
+    uint64_t word;
+    const tl_status got = tl_kv_read(&w->view, w->c.tables, w->c.max_blocks, w->c.ctx, w->c.B, 0,
+                                     w->tp, &word);
+    memcpy(w->out, &word, sizeof word);
+    return got;
+}
+
+static tl_status do_softmax(struct world *w)
+{
+    return tl_softmax_f32(w->f32, w->out, 3, N_X / 3);
+}
+
+static tl_status do_softmax_online(struct world *w)
+{
+    return tl_softmax_online_f32(w->f32, w->out, 3, N_X / 3);
+}
+
+static void copy_fresh(struct world *w)
+{
+    memcpy(w->out, tl_kv_block_ptr(w->fresh, 0, 0, 0), 4 * tl_kv_block_bytes(w->fresh));
+}
+
+static tl_status do_append(struct world *w)
+{
+    const tl_status got =
+        tl_kv_append_f32(w->fresh, 0, w->table, 4, 3, 5, w->f32, w->f32 + 60, 95, 19);
+    copy_fresh(w);
+    return got;
+}
+
+static tl_status do_slots(struct world *w)
+{
+    const tl_status got = tl_kv_write_slots(&w->fresh_view, w->slots, 7, w->f32, w->f32 + 30,
+                                            TL_F32, 38, 19, 38, 19);
+    copy_fresh(w);
+    return got;
+}
+
+/* The same memory as bf16. */
+static tl_status do_slots_bf16(struct world *w)
+{
+    tl_kv_view view = w->fresh_view;
+    view.dtype = TL_BF16;
+    const tl_status got = tl_kv_write_slots(&view, w->slots, 7, w->f32, w->f32 + 30, TL_F32, 38, 19,
+                                            38, 19);
+    copy_fresh(w);
+    return got;
+}
+
+static tl_status do_exp(struct world *w)
+{
+    tl_exp_f32(w->f32, w->out, N_X);
+    return TL_OK;
+}
+
+static tl_status do_expf(struct world *w)
+{
+    for (int i = 0; i < N_X; i++)
+        w->out[i] = tl_expf(w->f32[i]);
+    return TL_OK;
+}
+
+#define CONVERSION(name, input, to)                        \
+    static tl_status do_##name##_n(struct world *w)        \
+    {                                                      \
+        tl_##name##_n(w->input, (to *)(void *)w->out, N_X); \
+        return TL_OK;                                      \
+    }                                                      \
+    static tl_status do_##name(struct world *w)            \
+    {                                                      \
+        to *y = (to *)(void *)w->out;                      \
+        for (int i = 0; i < N_X; i++)                      \
+            y[i] = tl_##name(w->input[i]);                 \
+        return TL_OK;                                      \
+    }
+
+#define CONVERSIONS(X)                                                          \
+    X(f32_to_f16, f32, uint16_t) X(f16_to_f32, u16, float) X(f32_to_bf16, f32, uint16_t) \
+    X(bf16_to_f32, u16, float) X(f32_to_e4m3, f32, uint8_t) X(e4m3_to_f32, u8, float)    \
+    X(f32_to_e5m2, f32, uint8_t) X(e5m2_to_f32, u8, float)
+
+CONVERSIONS(CONVERSION)
+
+static const struct function {
+    const char *name;
+    tl_status (*call)(struct world *);
+    bool works_on_pool;
+} functions[] = {
+    {"tl_paged_attn_decode_f32", do_decode, true},
+    {"tl_paged_attn_f32", do_general, true},
+    {"tl_paged_attn_f32, subnormal scalars", do_general_with_subnormal_scalars, true},
+    {"tl_paged_attn_states_f32", do_states, true},
+    {"tl_paged_attn_workspace", do_workspace, true},
+    {"tl_attn_merge_f32", do_merge, true},
+    {"tl_flash_attn_fwd_f32", do_prefill, true},
+    {"tl_kv_read", do_read, true},
+    {"tl_softmax_f32", do_softmax, false},
+    {"tl_softmax_online_f32", do_softmax_online, false},
+    {"tl_kv_append_f32", do_append, false},
+    {"tl_kv_write_slots", do_slots, false},
+    {"tl_kv_write_slots, bf16", do_slots_bf16, false},
+    {"tl_exp_f32", do_exp, false},
+    {"tl_expf", do_expf, false},
+#define BOTH_WAYS(name, input, to) \
+    {"tl_" #name "_n", do_##name##_n, false}, {"tl_" #name, do_##name, false},
+    CONVERSIONS(BOTH_WAYS)
+#undef BOTH_WAYS
+};
+enum { N_FUNCTIONS = sizeof functions / sizeof functions[0] };
+
+/* One function in one mode. A trap that goes off comes back as a status that no function has. */
+struct trial {
+    struct world *w;
+    tl_status (*call)(struct world *);
+    tl_status got;
+};
+
+enum { TRAPPED = 99 };
+static sigjmp_buf trap_escape;
+
+static void on_trap(int signal_number)
+{
+    (void)signal_number;
+    siglongjmp(trap_escape, 1);
+}
+
+static void call_trial(void *ctx)
+{
+    struct trial *t = ctx;
+    if (sigsetjmp(trap_escape, 1) == 0)
+        t->got = t->call(t->w);
+    else
+        t->got = TRAPPED;
+}
+
+/* The bits are those of the default mode, which other tests compare with a reference, on every
+ * instruction set; the mode is the caller's again, and no flag is up that was not. */
+static void check_function(const struct function *f, struct world *w, const float *want)
+{
+    for (int m = 0; m < N_MODES; m++) {
+        struct trial t = {w, f->call, TL_EIO};
+        repaint(w->out, WORLD_OUT);
+        const uint64_t kept = as_kept(modes[m]), after = in_mode(modes[m], call_trial, &t);
+        CHECK(t.got != TRAPPED, "%s, %s: a trap went off in mode %llx", f->name, tl_isa_name(),
+              (unsigned long long)kept);
+        CHECK(t.got == TL_OK, "%s, %s, mode %llx: %s", f->name, tl_isa_name(),
+              (unsigned long long)kept, tl_status_str(t.got));
+        CHECK(after == kept, "%s, %s: mode %llx came back as %llx", f->name, tl_isa_name(),
+              (unsigned long long)kept, (unsigned long long)after);
+        CHECK_SAME(w->out, want, WORLD_OUT, "%s, %s, mode %llx", f->name, tl_isa_name(),
+                   (unsigned long long)kept);
+    }
+}
+
+static void check_functions(tl_pool *tp)
+{
+    struct sigaction action = {.sa_handler = on_trap}, before;
+    struct world w = world_make(tp);
+    float *want = floats(WORLD_OUT);
+    world_settle(&w);
+    sigaction(SIGFPE, &action, &before);
+    for (int i = 0; i < N_FUNCTIONS; i++) {
+        if (tp && !functions[i].works_on_pool)
+            continue;
+        repaint(w.out, WORLD_OUT);
+        CHECK_STATUS(functions[i].call(&w), TL_OK);
+        memcpy(want, w.out, WORLD_OUT * sizeof *want);
+        for (int isa = 0; isa_select(isa); isa++)
+            check_function(&functions[i], &w, want);
+    }
+    sigaction(SIGFPE, &before, NULL);
+    free(want);
+    world_free(&w);
+}
+
+TEST(every_function_in_every_mode)
+{
+    check_functions(NULL);
+}
+
+TEST(every_function_on_workers_in_every_mode)
+{
+    tl_pool *tp = make_threads(3);
+    check_functions(tp);
+    tl_pool_destroy(tp);
+}
+
+static tl_status refuse_scale(struct world *w)
+{
+    tl_paged_attn_args args = w->args;
+    const uint32_t signalling = 0x7F800001u;
+    memcpy(&args.scale, &signalling, sizeof signalling);
+    return tl_paged_attn_f32(&args);
+}
+
+static tl_status refuse_softcap(struct world *w)
+{
+    tl_paged_attn_args args = w->args;
+    const uint32_t signalling = 0x7F800001u;
+    memcpy(&args.logits_softcap, &signalling, sizeof signalling);
+    return tl_paged_attn_f32(&args);
+}
+
+static tl_status refuse_quiet_softcap(struct world *w)
+{
+    tl_paged_attn_args args = w->args;
+    const uint32_t quiet = 0x7FC00000u;
+    memcpy(&args.logits_softcap, &quiet, sizeof quiet);
+    return tl_paged_attn_f32(&args);
+}
+
+static tl_status refuse_negative_softcap(struct world *w)
+{
+    tl_paged_attn_args args = w->args;
+    args.logits_softcap = -0x1.234568p-127f;
+    return tl_paged_attn_f32(&args);
+}
+
+static tl_status refuse_states(struct world *w)
+{
+    return tl_paged_attn_states_f32(&w->args, 0, 0, w->out);
+}
+
+static tl_status refuse_merge(struct world *w)
+{
+    const tl_attn_part part = {.states = w->states, .first_split = 1, .n_splits = 1};
+    return tl_attn_merge_f32(&part, 1, TOTAL_Q * w->c.H, w->c.H, w->c.D, w->sinks, w->out, NULL,
+                             w->tp);
+}
+
+static tl_status refuse_append(struct world *w)
+{
+    return tl_kv_append_f32(w->fresh, 0, w->table, 4, 30, 5, w->f32, w->f32, 95, 19);
+}
+
+static tl_status refuse_slots(struct world *w)
+{
+    const int64_t slot = 32;
+    return tl_kv_write_slots(&w->fresh_view, &slot, 1, w->f32, w->f32, TL_F32, 38, 19, 38, 19);
+}
+
+static tl_status refuse_array(struct world *w)
+{
+    tl_f32_to_f16_n(NULL, (uint16_t *)(void *)w->out, 5);
+    return TL_EINVAL;
+}
+
+/* Scalars that are refused are looked at without a float operation: one on a signalling NaN traps,
+ * and so does every comparison by size with a quiet one. */
+TEST(refused_calls_of_every_function_in_every_mode)
+{
+    static const struct function refusals[] = {
+        {"a signalling scale", refuse_scale, false},
+        {"a signalling softcap", refuse_softcap, false},
+        {"a quiet softcap", refuse_quiet_softcap, false},
+        {"a negative softcap", refuse_negative_softcap, false},
+        {"states", refuse_states, false},
+        {"merge", refuse_merge, false},
+        {"append", refuse_append, false},
+        {"slots", refuse_slots, false},
+        {"an array", refuse_array, false},
+    };
+    struct sigaction action = {.sa_handler = on_trap}, before;
+    struct world w = world_make(NULL);
+    world_settle(&w);
+    sigaction(SIGFPE, &action, &before);
+    for (size_t i = 0; i < sizeof refusals / sizeof refusals[0]; i++)
+        for (int m = 0; m < N_MODES; m++) {
+            struct trial t = {&w, refusals[i].call, TL_OK};
+            repaint(w.out, WORLD_OUT);
+            const uint64_t kept = as_kept(modes[m]), after = in_mode(modes[m], call_trial, &t);
+            CHECK(t.got != TRAPPED, "%s: a trap went off in mode %llx", refusals[i].name,
+                  (unsigned long long)kept);
+            CHECK(t.got == TL_EINVAL, "%s: %s", refusals[i].name, tl_status_str(t.got));
+            CHECK(after == kept, "%s: mode %llx came back as %llx", refusals[i].name,
+                  (unsigned long long)kept, (unsigned long long)after);
+            CHECK(all_paint(w.out, WORLD_OUT), "%s: out was written", refusals[i].name);
+        }
+    sigaction(SIGFPE, &before, NULL);
+    world_free(&w);
 }
 
 /* A refused call gives the mode back too, and building its message computes nothing that could
