@@ -6,6 +6,7 @@
 #include "kernels/attn_call.h"
 #include "kernels/shapes.h"
 #include "runtime/fail.h"
+#include "runtime/fpenv.h"
 
 /* The arguments of a caller who may know less of them than this version does. */
 static tl_status read_args(const char *fn, const tl_paged_attn_args *args, tl_paged_attn_args *all)
@@ -35,13 +36,33 @@ static tl_status check_pointers(const char *fn, const tl_paged_attn_args *a, con
     return missing ? tl_fail(TL_EINVAL, fn, "%s is NULL", missing) : TL_OK;
 }
 
+#define INFINITY_BITS 0x7F800000u
+#define SIGN_BIT 0x80000000u
+
+static uint32_t bits_of(float x)
+{
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+/* Only here is it a double: the conversion is a float operation, and has to wait for our mode. */
+static tl_status fail_softcap(const char *fn, const volatile float *softcap)
+{
+    const tl_fpenv caller = tl_fpenv_enter();
+    (void)tl_fail(TL_EINVAL, fn, "logits_softcap = %g is not a number from 0 up", (double)*softcap);
+    tl_fpenv_leave(caller);
+    return TL_EINVAL;
+}
+
+/* By their bits: to compare a NaN or a subnormal raises flags, or traps, in the caller's mode. */
 static tl_status check_scalars(const struct attn_call *c)
 {
-    if (c->scale != c->scale)
+    const uint32_t softcap = bits_of(c->softcap);
+    if ((bits_of(c->scale) & ~SIGN_BIT) > INFINITY_BITS)
         return tl_fail(TL_EINVAL, c->fn, "scale is NaN");
-    if (!(c->softcap >= 0 && c->softcap < INFINITY))
-        return tl_fail(TL_EINVAL, c->fn, "logits_softcap = %g is not a number from 0 up",
-                       (double)c->softcap);
+    if (softcap >= INFINITY_BITS && softcap != SIGN_BIT) /* -0 is 0 */
+        return fail_softcap(c->fn, &c->softcap);
     return TL_OK;
 }
 
