@@ -88,13 +88,17 @@ typedef struct {
 
 /* Installs a hook for every later allocation of the process; NULL brings back the default, which
  * reserves large pieces lazily. The struct is copied. What an object already holds goes back to the
- * hook it came from.
- * A NULL member: TL_EINVAL, the hook in force stays. Not to be called while another thread is
- * inside the library. */
+ * hook it came from. Not to be called while another thread is inside the library.
+ *
+ * Errors; the hook in force stays:
+ *   TL_EINVAL   a member alloc or free that is NULL */
 TL_API tl_status tl_set_allocator(const tl_allocator *a);
 
-/* Memory from the hook in force. NULL with the slot set for n == 0, an align that is no power of
- * two, or a hook that returns NULL. */
+/* Memory from the hook in force, for the caller to give to tl_free. NULL with the slot set, the
+ * first of these decides:
+ *   n is 0
+ *   align is no power of two
+ *   the hook has none */
 TL_API void *tl_alloc(size_t n, size_t align);
 
 /* Gives memory of tl_alloc back to the hook in force, which must be the one it came from. NULL:

@@ -58,10 +58,15 @@ typedef struct {
 TL_BEGIN_DECLS
 
 /* Makes a pool of free blocks. Block memory is reserved, not touched: the default hook commits
- * pages as they are written.
- * Checked in this order: NULL or a zero dimension TL_EINVAL; another format or dtype
- * TL_EUNSUPPORTED; a size that would wrap TL_EINVAL; the hook TL_ENOMEM. On failure *out is
- * NULL. */
+ * pages as they are written. *out is the caller's, to give to tl_kv_pool_destroy.
+ *
+ * Errors, *out NULL, the first of these decides:
+ *   TL_EINVAL        out or cfg NULL
+ *   TL_EINVAL        a dimension of 0
+ *   TL_EUNSUPPORTED  another format
+ *   TL_EUNSUPPORTED  another dtype
+ *   TL_EINVAL        a size beyond the address space
+ *   TL_ENOMEM        the hook failed */
 TL_API tl_status tl_kv_pool_create(const tl_kv_cfg *cfg, tl_kv_pool **out);
 
 /* Frees the pool with everything in it, whatever references are held. NULL: nothing. */
@@ -69,18 +74,23 @@ TL_API void tl_kv_pool_destroy(tl_kv_pool *kv);
 
 /* Takes n blocks, each with one reference and fill 0, and writes their ids to ids[n]. Free blocks
  * go first, then cached ones, least recently used first; an evicted block leaves the index and
- * counts. Memory is not cleared. All or nothing:
- * TL_EFULL, and nothing taken or evicted, when free + cached < n. n == 0 is TL_OK. TL_EINVAL: NULL
- * pool, or NULL ids with n > 0. */
+ * counts. Memory is not cleared. n == 0 is TL_OK.
+ *
+ * Errors, nothing taken or evicted, the first of these decides:
+ *   TL_EINVAL   kv NULL, or ids NULL with n > 0
+ *   TL_EFULL    free + cached < n */
 TL_API tl_status tl_kv_alloc(tl_kv_pool *kv, uint32_t n, uint32_t *ids);
 
-/* One more reference on a used block. Anything else (bad id, not used, TL_KV_MAX_REFS reached):
- * nothing happens and the slot is set. */
+/* One more reference on a used block. Nothing happens, and the slot is set, where
+ *   kv is NULL, id is out of range, or the block is not used
+ *   it has TL_KV_MAX_REFS references */
 TL_API void tl_kv_ref(tl_kv_pool *kv, uint32_t id);
 
 /* One reference less; at 0 the block becomes cached (as the most recently used) if it is
  * registered, else free.
- * TL_EINVAL: NULL pool, id out of range or already at 0. */
+ *
+ * Errors, nothing changed:
+ *   TL_EINVAL   kv NULL, id out of range, or a block that is not used */
 TL_API tl_status tl_kv_unref(tl_kv_pool *kv, uint32_t id);
 
 /* A block that may be written in place of `id`, for one of its holders. One reference: *out = id.
@@ -88,18 +98,28 @@ TL_API tl_status tl_kv_unref(tl_kv_pool *kv, uint32_t id);
  * registered. `id` itself is never evicted to make room for its copy.
  * A registered block with one reference comes back as it is: its contents must still not be written
  * (tl_kv_append_f32 refuses it).
- * TL_EINVAL: NULL, id out of range or not used. TL_EFULL: no block to be had. *out is untouched on
- * failure. */
+ *
+ * Errors, *out untouched, the first of these decides:
+ *   TL_EINVAL   out NULL
+ *   TL_EINVAL   kv NULL, id out of range, or a block that is not used
+ *   TL_EFULL    every block is used */
 TL_API tl_status tl_kv_cow(tl_kv_pool *kv, uint32_t id, uint32_t *out);
 
-/* Says how many positions of a used block hold data, 0 .. block_tokens. TL_EINVAL: above that, a
- * bad id, a block not used, or a registered block. */
+/* Says how many positions of a used block hold data, 0 .. block_tokens.
+ *
+ * Errors, the fill stays, the first of these decides:
+ *   TL_EINVAL   kv NULL, id out of range, or a block that is not used
+ *   TL_EINVAL   a registered block
+ *   TL_EINVAL   n_tokens above block_tokens */
 TL_API tl_status tl_kv_set_fill(tl_kv_pool *kv, uint32_t id, uint32_t n_tokens);
 
 /* The same for a sequence that holds `length` positions, in the blocks that positions first ..
- * length-1 stand in: each is full but perhaps the last. All or nothing. TL_EINVAL: NULL kv, NULL
- * block_table with n_table > 0, n_table or first < 0, length below first or past the table, an
- * entry in question that tl_kv_set_fill would refuse. first == length: TL_OK, nothing is set. */
+ * length-1 stand in: each is full but perhaps the last. first == length: TL_OK, nothing is set.
+ *
+ * Errors, no fill set, the first of these decides:
+ *   TL_EINVAL   kv NULL, or block_table NULL with n_table > 0
+ *   TL_EINVAL   n_table or first < 0, length below first or past the table
+ *   TL_EINVAL   entry by entry: an id out of range, a block that is not used, a registered one */
 TL_API tl_status tl_kv_set_length(tl_kv_pool *kv, const uint32_t *block_table, int32_t n_table,
                                   int64_t first, int64_t length);
 
@@ -111,25 +131,33 @@ TL_API uint32_t tl_kv_refs(const tl_kv_pool *kv, uint32_t id);
 
 /* The name of a full block: FNV-1a 64 over the parent's hash (8 bytes, little-endian; 0 for the
  * first block) and then each token id (4 bytes each); a result of 0 becomes 1. A salt is a non-zero
- * first parent. Pure and reentrant.
- * NULL toks with n > 0: 0, with the slot set. */
+ * first parent. Pure and reentrant. 0 with the slot set where toks is NULL with n > 0. */
 TL_API uint64_t tl_kv_block_hash(uint64_t parent, const uint32_t *toks, uint32_t n);
 
 /* Enters a used, full block into the index under a non-zero hash; again under the same hash is
- * TL_OK. From then on its fill and contents are frozen until it is evicted. TL_EINVAL (looked at
- * first): NULL, bad id, not used, partial, hash 0, already registered under another hash. TL_EBUSY:
- * another block holds the hash; this one stays unregistered. */
+ * TL_OK. From then on its fill and contents are frozen until it is evicted.
+ *
+ * Errors, the index as it was, the first of these decides:
+ *   TL_EINVAL   kv NULL, id out of range, or a block that is not used
+ *   TL_EINVAL   a block that is not full
+ *   TL_EINVAL   hash 0
+ *   TL_EINVAL   registered under another hash
+ *   TL_EBUSY    another block is registered under the hash */
 TL_API tl_status tl_kv_register(tl_kv_pool *kv, uint32_t id, uint64_t hash);
 
 /* Finds the block registered under `hash`, takes a reference on it (a cached block becomes used)
  * and writes its id.
- * TL_ENOTFOUND: no such block, or hash 0; *id and the error slot stay. TL_EFULL: the block has
- * TL_KV_MAX_REFS references.
- * TL_EINVAL: NULL. */
+ *
+ * Errors, *id untouched, the first of these decides:
+ *   TL_EINVAL      kv or id NULL
+ *   TL_ENOTFOUND   no such block, or hash 0; the error slot stays too
+ *   TL_EFULL       the block has TL_KV_MAX_REFS references */
 TL_API tl_status tl_kv_lookup(tl_kv_pool *kv, uint64_t hash, uint32_t *id);
 
 /* One layer's K (is_v 0) or V (else) slab of a block, [n_kv_heads][block_tokens][head_dim] f16; the
- * pool's memory. NULL with the slot set for a NULL pool, an id or a layer out of range. */
+ * pool's memory. NULL with the slot set where
+ *   kv is NULL, or id is out of range
+ *   layer is out of range */
 TL_API void *tl_kv_block_ptr(const tl_kv_pool *kv, uint32_t id, uint32_t layer, int is_v);
 
 /* The configuration the pool was made with. NULL: nothing is written and the slot is set. */
@@ -148,49 +176,72 @@ TL_API size_t tl_kv_export_bytes(const tl_kv_pool *kv, uint32_t n);
  *     past the fill as zeros, u32 CRC-32C of all before it
  *
  * so the bytes are a pure function of what was stored. An id may stand twice.
- * TL_EINVAL: NULL kv or written, NULL ids with n > 0, an id not used or with fill 0, a size that
- * would wrap; *written stays.
- * TL_EFULL: cap is short; *written is the size needed and buf, which may be NULL then, is
- * untouched. NULL buf with cap
- * enough:
- * TL_EINVAL. */
+ *
+ * Errors, buf and (but where it says so) *written untouched, the first of these decides:
+ *   TL_EINVAL   kv or written NULL, or ids NULL with n > 0
+ *   TL_EINVAL   a size beyond the address space
+ *   TL_EINVAL   id by id: out of range, a block that is not used, or one with fill 0
+ *   TL_EFULL    cap is short: *written is the size needed, and buf may be NULL
+ *   TL_EINVAL   buf NULL */
 TL_API tl_status tl_kv_export(const tl_kv_pool *kv, const uint32_t *ids, uint32_t n, void *buf,
                               size_t cap, size_t *written);
 
 /* Takes blocks for every record of an envelope, fills them and writes their ids to ids_out[n_blocks
- * of the envelope].
- * Each has one reference; a full block with a hash is registered unless its hash already is. Any
- * byte string is safe.
- * Checked in this order, all or nothing: NULL kv, buf, or ids_out for n > 0 TL_EINVAL; length,
- * magic, checksum, version and dtype, every record (fill 1 .. b; a hash only on a full block)
- * TL_EFORMAT; dimensions TL_ESHAPE; space TL_EFULL. */
+ * of the envelope]. Each has one reference; a full block with a hash is registered unless its hash
+ * already is. Any byte string is safe.
+ *
+ * Errors, nothing taken and ids_out untouched, the first of these decides:
+ *   TL_EINVAL    kv or buf NULL
+ *   TL_EFORMAT   too short for an envelope
+ *   TL_EINVAL    ids_out NULL, and the envelope has blocks
+ *   TL_EFORMAT   a length that its own dimensions contradict
+ *   TL_EFORMAT   another magic
+ *   TL_EFORMAT   a checksum that does not fit
+ *   TL_EFORMAT   another version
+ *   TL_EFORMAT   a dtype other than the pool's
+ *   TL_EFORMAT   record by record: a fill outside 1 .. block_tokens, a hash on a block that is not
+ *                full
+ *   TL_ESHAPE    a dimension other than the pool's
+ *   TL_EFULL     free + cached < the envelope's blocks */
 TL_API tl_status tl_kv_import(tl_kv_pool *kv, const void *buf, size_t len, uint32_t *ids_out);
 
 /* Fills *out. NULL: nothing is written and the slot is set. */
 TL_API void tl_kv_stats_get(const tl_kv_pool *kv, tl_kv_stats *out);
 
-/* Writes what blocks first .. first+n-1 are to out[n]: for tools that look at a whole pool.
- * TL_EINVAL: NULL kv, NULL out with n > 0, a range past the pool's blocks; out is untouched then. n
- * == 0: TL_OK. */
+/* Writes what blocks first .. first+n-1 are to out[n]: for tools that look at a whole pool. n == 0
+ * within the pool's blocks is TL_OK.
+ *
+ * Errors, out untouched, the first of these decides:
+ *   TL_EINVAL   kv NULL, or out NULL with n > 0
+ *   TL_EINVAL   a range past the pool's blocks */
 TL_API tl_status tl_kv_blocks_get(const tl_kv_pool *kv, uint32_t first, uint32_t n,
                                   tl_kv_block *out);
 
 /* CRC-32C (Castagnoli; reflected 0x82F63B78, init and final xor all ones) of n bytes; `crc` is 0 to
  * begin, or an earlier result to go on from. tl_crc32c("123456789", 9, 0) == 0xE3069283. Any
- * alignment. Reentrant. NULL with n > 0:
- * crc unchanged, with the slot set. */
+ * alignment. Reentrant. NULL with n > 0: crc unchanged, with the slot set. */
 TL_API uint32_t tl_crc32c(const void *data, size_t n, uint32_t crc);
 
 /* Rounds T positions of one layer to f16 (nearest even, overflow to infinity) and writes them as
- * positions pos ..
- * pos+T-1 of the sequence whose table is given. k, v: [n_kv_heads][T][head_dim] f32, element (h, t,
- * d) at h*head_stride + t*token_stride + d.
- * Strides may be anything, zero and negative too, as long as those elements are there to be read.
+ * positions pos .. pos+T-1 of the sequence whose table is given.
+ *
+ *   k, v   [n_kv_heads][T][head_dim] f32: element (h, t, d) at h*head_stride + t*token_stride + d.
+ *          Strides may be anything, zero and negative too, as long as those elements are there to
+ *          be read
+ *
  * Only the table entries written to are looked at. The fill is the caller's to set.
- * Nothing is written unless all can be. TL_EINVAL: NULL kv, layer out of range, n_table, pos or T <
- * 0; and with T > 0 NULL block_table, k or v, pos + T past the table (or INT64_MAX), strides past
- * the address space, an id written to out of range, not used, or standing twice among those written
- * to. TL_EBUSY, looked at last: one that is registered or held more than once. T == 0 is TL_OK. */
+ *
+ * Errors, nothing written, the first of these decides; T == 0: TL_OK where the first three do not.
+ *   TL_EINVAL        kv NULL
+ *   TL_EINVAL        layer out of range
+ *   TL_EINVAL        n_table, pos or T < 0
+ *   TL_EINVAL        block_table, k or v NULL
+ *   TL_EINVAL        pos + T past INT64_MAX or the table
+ *   TL_EINVAL        elements of k, of v beyond the address space
+ *   TL_EUNSUPPORTED  TINYLLM_ISA names what is not here
+ *   TL_EINVAL        entry by entry of those written to: an id out of range, a block that is not
+ *                    used, or one that stands there twice
+ *   TL_EBUSY         a block that is registered, or has several references */
 TL_API tl_status tl_kv_append_f32(tl_kv_pool *kv, uint32_t layer, const uint32_t *block_table,
                                   int32_t n_table, int64_t pos, int64_t T, const float *k,
                                   const float *v, int64_t head_stride, int64_t token_stride);

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: MIT */
 /* numerics.h: small floating-point formats and exp, with fixed bits.
  *
- * To a small format: round to nearest, ties to even. From one: exact for every code. The
- * conversions round in integers or not at all, so the caller's rounding mode and flush-to-zero do
- * not reach them; tl_expf and tl_exp_f32 set a float mode of their own and give the caller's back.
+ * To a small format: round to nearest, ties to even. From one: exact for every code. Conversions of
+ * one value compute in integers only, so that the caller's float mode cannot reach them; arrays and
+ * tl_expf set a float mode of their own and give the caller's back with its sticky flags.
  * Everything here is reentrant. */
 #ifndef TINYLLM_NUMERICS_H
 #define TINYLLM_NUMERICS_H
@@ -40,8 +40,11 @@ TL_API uint8_t tl_f32_to_e5m2(float x);
 TL_API float tl_e5m2_to_f32(uint8_t h);
 
 /* Array forms: y[i] = convert(x[i]) for i < n, the same bits at every index, length and alignment.
- * x and y do not overlap.
- * n == 0 does nothing. n < 0, or NULL with n > 0: nothing is written and the slot is set. */
+ * x and y do not overlap. n == 0 does nothing.
+ *
+ * Nothing is written, and the slot is set, the first of these decides:
+ *   n < 0
+ *   x or y NULL with n > 0 */
 TL_API void tl_f32_to_f16_n(const float *x, uint16_t *y, int64_t n);
 TL_API void tl_f16_to_f32_n(const uint16_t *x, float *y, int64_t n);
 TL_API void tl_f32_to_bf16_n(const float *x, uint16_t *y, int64_t n);
@@ -56,8 +59,8 @@ TL_API void tl_e5m2_to_f32_n(const uint8_t *x, float *y, int64_t n);
  * x > TL_EXPF_OVERFLOW: +inf. Below the normal range, -inf included: +0. NaN: 0x7FC00000. */
 TL_API float tl_expf(float x);
 
-/* y[i] = tl_expf(x[i]) for i < n, bit for bit. x == y is allowed, any other overlap is not. n as
- * for the conversions. */
+/* y[i] = tl_expf(x[i]) for i < n, bit for bit. x == y is allowed, any other overlap is not. n
+ * and NULL as for the conversions. */
 TL_API void tl_exp_f32(const float *x, float *y, int64_t n);
 
 TL_END_DECLS

@@ -33,12 +33,12 @@ TL_BEGIN_DECLS
  * From the allocator hook it takes (n_threads + 4) * 128 KiB of work memory for the kernels, which
  * is touched only as they use it, and little else.
  *
- * Errors, the first that applies; *out is NULL then:
- *     TL_EINVAL   out is NULL
- *     TL_EINVAL   n_threads is below 0 or above TL_POOL_MAX_THREADS
- *     TL_EIO      forks cannot be watched
- *     TL_ENOMEM   the hook failed
- *     TL_EIO      a lock or a thread was refused; threads already started are joined */
+ * Errors, *out NULL, the first of these decides:
+ *   TL_EINVAL   out is NULL
+ *   TL_EINVAL   n_threads is below 0 or above TL_POOL_MAX_THREADS
+ *   TL_EIO      forks cannot be watched
+ *   TL_ENOMEM   the hook failed
+ *   TL_EIO      a lock or a thread was refused; threads already started are joined */
 TL_API tl_status tl_pool_create(int n_threads, tl_pool **out);
 
 /* Calls fn(ctx, lo, hi, worker) exactly once for each range
@@ -49,12 +49,12 @@ TL_API tl_status tl_pool_create(int n_threads, tl_pool **out);
  * visible to the caller. Who runs a range, and when, is open. A NULL pool runs them in rising order
  * on the caller as worker 0. n == 0 calls nothing.
  *
- * Errors, the first that applies; nothing has been called then:
- *     TL_EINVAL   n < 0
- *     TL_EINVAL   grain < 1
- *     TL_EINVAL   fn is NULL
- *     TL_EBUSY    called from inside a range of `pool`, at once and even for n == 0; also when the
- *                 way back led through a range of another pool
+ * Errors, nothing called, the first of these decides:
+ *   TL_EINVAL   n < 0
+ *   TL_EINVAL   grain < 1
+ *   TL_EINVAL   fn is NULL
+ *   TL_EBUSY    called from inside a range of `pool`, at once and even for n == 0; also when the
+ *               way back led through a range of another pool
  *
  * Threads: a second thread calling on the same pool waits for the first, unless its call is one
  * range (grain >= n): that runs on its caller at once, beside whatever the pool does, as worker 0.
@@ -70,9 +70,8 @@ TL_API tl_status tl_parallel_for(tl_pool *pool, int64_t n, int64_t grain, tl_ran
 TL_API int tl_pool_threads(const tl_pool *pool);
 
 /* Waits for all calls on the pool to end, joins the workers, frees the pool. In a forked child it
- * frees the child's copy and returns. It cannot fail, but in these two cases does nothing:
- *     (none)      pool is NULL; the slot stays
- *     TL_EBUSY    called from inside a range of `pool`; the slot says so */
+ * frees the child's copy and returns. NULL: nothing. Called from inside a range of `pool`: nothing
+ * happens and the slot is set. */
 TL_API void tl_pool_destroy(tl_pool *pool);
 
 TL_END_DECLS

@@ -5,11 +5,13 @@
  * inputs as large as +-1e30. A row of -inf gives zeros (never 1/cols); a row with NaN or +inf is
  * NaN (0x7FC00000) throughout. The sum runs in sixteen lanes by column mod 16 and one fold, and a
  * row is multiplied by 1/sum, so a row's bits depend on that row alone (ABI.md, "Bits").
- * Both are reentrant and allocate nothing.
- * TL_EINVAL: rows or cols negative, rows * cols * 4 beyond the address space, NULL with rows * cols
- * > 0.
- * TL_EUNSUPPORTED: TINYLLM_ISA names an instruction set that is not here. y is untouched on
- * failure. */
+ * Both are reentrant, allocate nothing, and compute in a float mode of their own (ABI.md, R11).
+ *
+ * Errors of both, y untouched, the first of these decides:
+ *   TL_EINVAL        rows or cols negative
+ *   TL_EINVAL        rows * cols floats beyond the address space
+ *   TL_EINVAL        x or y NULL with rows * cols > 0
+ *   TL_EUNSUPPORTED  TINYLLM_ISA names what is not here */
 #ifndef TINYLLM_SOFTMAX_H
 #define TINYLLM_SOFTMAX_H
 

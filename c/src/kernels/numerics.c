@@ -3,6 +3,8 @@
  * and exp, are checked here and run on the instruction set in use. */
 #include "tinyllm/numerics.h"
 
+#include <inttypes.h>
+
 #include "kernels/kernels.h"
 #include "numerics/lowp.h"
 #include "runtime/fail.h"
@@ -12,9 +14,9 @@
 static int any(const char *fn, const void *x, const void *y, int64_t n)
 {
     if (n < 0)
-        tl_fail(TL_EINVAL, fn, "n = %lld is negative", (long long)n);
+        tl_fail_i64(TL_EINVAL, fn, "n = %lld is negative", n);
     else if (n > 0 && (!x || !y))
-        tl_fail(TL_EINVAL, fn, "%s is NULL, n = %lld", !x ? "x" : "y", (long long)n);
+        tl_fail(TL_EINVAL, fn, "%s is NULL, n = %" PRId64, !x ? "x" : "y", n);
     return n > 0 && x && y;
 }
 
@@ -25,9 +27,9 @@ static int any(const char *fn, const void *x, const void *y, int64_t n)
     {                                                      \
         if (!any(#fn, x, y, n))                            \
             return;                                        \
-        const struct tl_kernels *const run = tl_kernels(); \
+        const struct tl_kernels *kernels = tl_kernels();   \
         const tl_fpenv caller = tl_fpenv_enter();          \
-        run->member(x, y, n);                              \
+        kernels->member(x, y, n);                          \
         tl_fpenv_leave(caller);                            \
     }
 
@@ -52,9 +54,9 @@ ARRAY_FORM(tl_exp_f32, exp_n, float, float)
 float tl_expf(float x)
 {
     float y;
-    const struct tl_kernels *const run = tl_kernels();
+    const struct tl_kernels *kernels = tl_kernels();
     const tl_fpenv caller = tl_fpenv_enter();
-    run->exp_n(&x, &y, 1);
+    kernels->exp_n(&x, &y, 1);
     tl_fpenv_leave(caller);
     return y;
 }

@@ -13,11 +13,12 @@ static tl_status check(const char *fn, const float *x, const float *y, int64_t r
 {
     size_t n;
     if (rows < 0 || cols < 0)
-        return tl_fail(TL_EINVAL, fn, "rows = %lld, cols = %lld: neither may be negative",
-                       (long long)rows, (long long)cols);
+        return tl_fail_i64(TL_EINVAL, fn, "rows = %lld, cols = %lld: neither may be negative",
+                           rows, cols);
     if (!tl_mul_size((size_t)rows, (size_t)cols, &n) || n > PTRDIFF_MAX / sizeof(float))
-        return tl_fail(TL_EINVAL, fn, "rows = %lld times cols = %lld floats do not fit in memory",
-                       (long long)rows, (long long)cols);
+        return tl_fail_i64(TL_EINVAL, fn,
+                           "rows = %lld times cols = %lld floats do not fit in memory", rows,
+                           cols);
     if (n > 0 && (!x || !y))
         return tl_fail(TL_EINVAL, fn, "%s is NULL", !x ? "x" : "y");
     return TL_OK;

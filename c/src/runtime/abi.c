@@ -2,8 +2,8 @@
 /* abi.c: the names of the status codes, the error slot, and where memory comes from.
  *
  * Words: the slot is the calling thread's last error; the hook is the allocator in force; the
- * default hook puts a tag of two words in front of every piece it hands out, which says how the
- * piece goes back. */
+ * default hook puts a tag of two words in front of every piece of memory, which says how the piece
+ * goes back. */
 #include <assert.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -116,7 +116,7 @@ static void *default_alloc(void *user, size_t n, size_t align)
         return NULL;
 #if defined(MADV_HUGEPAGE)
     if (total >= HUGE_PIECE)
-        /* a wish: without huge pages everything works, a little slower */
+        /* a hint: without huge pages everything works, a little slower */
         (void)madvise(base, total, MADV_HUGEPAGE);
 #endif
     return place_piece(base, total, align);

@@ -4,7 +4,7 @@
  *
  * Words. All ways work on the register: the reflected remainder, which starts and ends as the
  * complement of what callers see; bit 31 is x^0. A little-endian word holds the byte that comes
- * first in its low bits, which is the order that all of them eat.
+ * first in its low bits, which is the order that all of them read.
  * stream: one of three pieces of the input that are summed side by side, because an instruction's
  * result takes three cycles and another one can start in each. */
 #include <pthread.h>
@@ -16,7 +16,7 @@
 #include "tinyllm/kv_pool.h"
 
 #if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
-#error "words are eaten in little-endian order"
+#error "words are read in little-endian order"
 #endif
 
 #define POLYNOMIAL 0x82F63B78u /* Castagnoli's, reflected */
@@ -46,7 +46,7 @@ static uint64_t power[2][2];
 static pthread_once_t tables_once = PTHREAD_ONCE_INIT;
 
 /* The register after n zero bytes: times x^8n, modulo the polynomial. */
-static uint32_t eat_zeros(uint32_t reg, int n)
+static uint32_t update_zeros(uint32_t reg, int n)
 {
     for (; n > 0; n--)
         reg = reg >> 8 ^ byte[0][reg & 0xFF];
@@ -67,15 +67,15 @@ static void make_tables(void)
     for (int k = 0; k < 4; k++)
         for (uint32_t x = 1; x < 256; x++) { /* linear: one bit, and the others */
             const uint32_t others = x & (x - 1);
-            stream[k][x] =
-                others ? stream[k][others] ^ stream[k][x ^ others] : eat_zeros(x << 8 * k, STREAM);
+            stream[k][x] = others ? stream[k][others] ^ stream[k][x ^ others]
+                                  : update_zeros(x << 8 * k, STREAM);
         }
     /* A word's product with x^m in bits 1 to 32 of the other is its product with x^(m+32): 31
      * because bit 63 would be x^0, one because a product of two words lies one bit short of 128.
      * The first word of two stands 64 powers above the last. */
     for (int i = 0; i < 2; i++) {
-        power[i][0] = (uint64_t)eat_zeros(1u << 31, (i ? WIDE : FOLD) + 4) << 1;
-        power[i][1] = (uint64_t)eat_zeros(1u << 31, (i ? WIDE : FOLD) - 4) << 1;
+        power[i][0] = (uint64_t)update_zeros(1u << 31, (i ? WIDE : FOLD) + 4) << 1;
+        power[i][1] = (uint64_t)update_zeros(1u << 31, (i ? WIDE : FOLD) - 4) << 1;
     }
 }
 
@@ -84,7 +84,7 @@ static void need_tables(void)
     (void)pthread_once(&tables_once, make_tables); /* fails only for a bad control word */
 }
 
-static uint32_t eat_word_by_table(uint32_t reg, uint64_t word)
+static uint32_t update_word_by_table(uint32_t reg, uint64_t word)
 {
     uint32_t next = 0;
     word ^= reg;
@@ -99,7 +99,7 @@ uint32_t tl_crc32c_by_table(const void *data, size_t n, uint32_t crc)
     uint32_t reg = ~crc;
     need_tables();
     for (; n >= 8; n -= 8, p += 8)
-        reg = eat_word_by_table(reg, load64(p));
+        reg = update_word_by_table(reg, load64(p));
     for (; n > 0; n--)
         reg = reg >> 8 ^ byte[0][(reg ^ *p++) & 0xFF];
     return ~reg;
@@ -118,12 +118,12 @@ uint32_t tl_crc32c_by_table(const void *data, size_t n, uint32_t crc)
 #define WITH_INSTRUCTION __attribute__((target("sse4.2")))
 #endif
 
-static inline WITH_INSTRUCTION uint32_t eat_word(uint32_t reg, uint64_t word)
+static inline WITH_INSTRUCTION uint32_t update_word(uint32_t reg, uint64_t word)
 {
     return (uint32_t)_mm_crc32_u64(reg, word);
 }
 
-static inline WITH_INSTRUCTION uint32_t eat_byte(uint32_t reg, unsigned char x)
+static inline WITH_INSTRUCTION uint32_t update_byte(uint32_t reg, unsigned char x)
 {
     return _mm_crc32_u8(reg, x);
 }
@@ -133,13 +133,13 @@ static inline WITH_INSTRUCTION uint32_t eat_byte(uint32_t reg, unsigned char x)
 /* the assembler is told instead: compilers offer the intrinsic only to whole files built for it */
 #define WITH_INSTRUCTION
 
-static inline uint32_t eat_word(uint32_t reg, uint64_t word)
+static inline uint32_t update_word(uint32_t reg, uint64_t word)
 {
     __asm__(".arch_extension crc\n\tcrc32cx %w0, %w0, %x1" : "+r"(reg) : "r"(word));
     return reg;
 }
 
-static inline uint32_t eat_byte(uint32_t reg, unsigned char x)
+static inline uint32_t update_byte(uint32_t reg, unsigned char x)
 {
     __asm__(".arch_extension crc\n\tcrc32cb %w0, %w0, %w1" : "+r"(reg) : "r"((uint32_t)x));
     return reg;
@@ -149,21 +149,21 @@ static inline uint32_t eat_byte(uint32_t reg, unsigned char x)
 
 #if defined(WITH_INSTRUCTION)
 
-static uint32_t eat_stream_of_zeros(uint32_t reg)
+static uint32_t update_stream_of_zeros(uint32_t reg)
 {
     return stream[0][reg & 0xFF] ^ stream[1][reg >> 8 & 0xFF] ^ stream[2][reg >> 16 & 0xFF] ^
            stream[3][reg >> 24];
 }
 
-static inline WITH_INSTRUCTION uint32_t eat_three_streams(uint32_t first, const unsigned char *p)
+static inline WITH_INSTRUCTION uint32_t update_three_streams(uint32_t first, const unsigned char *p)
 {
     uint32_t second = 0, third = 0;
     for (int i = 0; i < STREAM; i += 8) {
-        first = eat_word(first, load64(p + i));
-        second = eat_word(second, load64(p + STREAM + i));
-        third = eat_word(third, load64(p + 2 * STREAM + i));
+        first = update_word(first, load64(p + i));
+        second = update_word(second, load64(p + STREAM + i));
+        third = update_word(third, load64(p + 2 * STREAM + i));
     }
-    return eat_stream_of_zeros(eat_stream_of_zeros(first) ^ second) ^ third;
+    return update_stream_of_zeros(update_stream_of_zeros(first) ^ second) ^ third;
 }
 
 WITH_INSTRUCTION uint32_t tl_crc32c_by_instruction(const void *data, size_t n, uint32_t crc)
@@ -173,11 +173,11 @@ WITH_INSTRUCTION uint32_t tl_crc32c_by_instruction(const void *data, size_t n, u
     if (n >= 3 * STREAM)
         need_tables();
     for (; n >= 3 * STREAM; n -= 3 * STREAM, p += 3 * STREAM)
-        reg = eat_three_streams(reg, p);
+        reg = update_three_streams(reg, p);
     for (; n >= 8; n -= 8, p += 8)
-        reg = eat_word(reg, load64(p));
+        reg = update_word(reg, load64(p));
     for (; n > 0; n--)
-        reg = eat_byte(reg, *p++);
+        reg = update_byte(reg, *p++);
     return ~reg;
 }
 
@@ -196,15 +196,16 @@ uint32_t tl_crc32c_by_instruction(const void *data, size_t n, uint32_t crc)
 
 /* The register after n bytes, n >= WIDE and a multiple of FOLD, which are copied on the way if
  * store says so. */
-static WITH_INSTRUCTION uint32_t eat_folds(uint32_t reg, unsigned char *to, const unsigned char *p,
-                                           size_t n, enum crc32c_store store)
+static WITH_INSTRUCTION uint32_t update_folds(uint32_t reg, unsigned char *to,
+                                              const unsigned char *p, size_t n,
+                                              enum crc32c_store store)
 {
     uint64_t words[8];
     need_tables();
     tl_crc32c_fold(reg, to, p, n, store, power, words);
     reg = 0;
     for (int i = 0; i < 8; i++)
-        reg = eat_word(reg, words[i]);
+        reg = update_word(reg, words[i]);
     return reg;
 }
 
@@ -213,7 +214,7 @@ uint32_t tl_crc32c_by_folding(const void *data, size_t n, uint32_t crc)
     const unsigned char *p = data;
     const size_t whole = n >= WIDE ? n / FOLD * FOLD : 0;
     if (whole)
-        crc = ~eat_folds(~crc, NULL, p, whole, CRC32C_STORE_NOTHING);
+        crc = ~update_folds(~crc, NULL, p, whole, CRC32C_STORE_NOTHING);
     return tl_crc32c_by_instruction(p + whole, n - whole, crc);
 }
 
@@ -225,7 +226,7 @@ static uint32_t copy_by_folding(unsigned char *to, const unsigned char *from, si
         return tl_crc32c_copy_in_pieces(to, from, n, crc, false);
     const size_t whole = (n - first) / FOLD * FOLD, last = n - first - whole;
     crc = tl_crc32c_copy_in_pieces(to, from, first, crc, false);
-    crc = ~eat_folds(~crc, to + first, from + first, whole,
+    crc = ~update_folds(~crc, to + first, from + first, whole,
                      past_cache ? CRC32C_STORE_PAST_CACHE : CRC32C_STORE);
     return tl_crc32c_copy_in_pieces(to + n - last, from + n - last, last, crc, false);
 }

@@ -2,10 +2,9 @@
 /* kv_envelope.c: blocks as bytes that another pool, process or machine can take in.
  *
  * Words. envelope: header, records, checksum. record: one block: hash, fill, payload. payload: its
- * K and V,
- * [n_layers][2][n_kv_heads][b] [head_dim] f16. The layout stands in kv_pool.h at tl_kv_export.
- * Import believes nothing:
- * it checks everything, then it takes. */
+ * K and V, [n_layers][2][n_kv_heads][b][head_dim] f16. The layout stands in kv_pool.h at
+ * tl_kv_export. Import trusts no byte: it checks everything before it takes a block. */
+#include <inttypes.h>
 #include <string.h>
 
 #include "runtime/crc32c.h"
@@ -174,8 +173,8 @@ struct envelope {
 };
 
 /* Measures a record by the header's own dimensions, which may be anything; whether n_blocks of them
- * fill exactly `room` bytes. A product that wraps is no size, even where a later 0 would hide
- * it. */
+ * fill exactly `room` bytes. A product that wraps is no size, even where a factor of 0 comes
+ * later. */
 static bool records_fill(struct envelope *e, uint64_t room)
 {
     const uint32_t dims[] = {e->cfg.block_tokens, e->cfg.n_layers, e->cfg.n_kv_heads,
@@ -221,14 +220,15 @@ static tl_status check_records(const char *fn, const struct envelope *e)
 {
     const unsigned char *p = e->records;
     for (uint32_t i = 0; i < e->cfg.n_blocks; i++, p += e->record) {
-        const unsigned long long hash = load64(p);
+        const uint64_t hash = load64(p);
         const uint32_t fill = load32(p + 8);
         if (fill < 1 || fill > e->cfg.block_tokens)
             return tl_fail(TL_EFORMAT, fn, "record %u has fill %u, outside 1 .. %u", i, fill,
                            e->cfg.block_tokens);
         if (hash != 0 && fill != e->cfg.block_tokens)
-            return tl_fail(TL_EFORMAT, fn, "record %u has hash 0x%016llx and only %u of %u tokens",
-                           i, hash, fill, e->cfg.block_tokens);
+            return tl_fail(TL_EFORMAT, fn,
+                           "record %u has hash 0x%016" PRIx64 " and only %u of %u tokens", i, hash,
+                           fill, e->cfg.block_tokens);
     }
     return TL_OK;
 }

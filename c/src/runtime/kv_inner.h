@@ -3,7 +3,7 @@
  * the error slot alone.
  *
  * Every block has one 32-byte record, and records come into use in rising order: blocks n_touched
- * and up were never handed out, are free, and their records are not initialised. So creating a pool
+ * and up were never allocated, are free, and their records are not initialised. So creating a pool
  * writes neither block memory nor records.
  *
  * The index is a hash table by linear hashing: it has as many buckets as touched blocks (at least
@@ -51,7 +51,7 @@ static inline uint32_t kv_refs(const tl_kv_pool *kv, uint32_t id)
     return id < kv->n_touched ? kv->block[id].refs : 0;
 }
 
-/* Whether a used block may be written in place: its one holder is the writer, and no hash vouches
+/* Whether a used block may be written in place: its one holder is the writer, and no hash stands
  * for its contents. */
 static inline bool kv_writable(const tl_kv_pool *kv, uint32_t id)
 {

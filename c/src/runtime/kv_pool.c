@@ -2,9 +2,10 @@
 /* kv_pool.c: the KV block pool: taking, sharing and giving back blocks, and the index of full ones
  * by hash.
  *
- * Words. touched: handed out at least once. index: registered blocks by hash. oldest, newest: the
+ * Words. touched: allocated at least once. index: registered blocks by hash. oldest, newest: the
  * ends of the list of cached blocks in order of last use. kv_inner.h explains the structures;
  * kv_envelope.c holds export and import. */
+#include <inttypes.h>
 #include <string.h>
 
 #include "runtime/fail.h"
@@ -353,8 +354,9 @@ tl_status tl_kv_set_length(tl_kv_pool *kv, const uint32_t *block_table, int32_t 
         return tl_fail(TL_EINVAL, fn, "%s is NULL", kv ? "block_table" : "the pool");
     const int64_t b = kv->cfg.block_tokens;
     if (n_table < 0 || first < 0 || length < first || length > n_table * b)
-        return tl_fail(TL_EINVAL, fn, "positions %lld to %lld: the table has %d blocks of %lld",
-                       (long long)first, (long long)length, (int)n_table, (long long)b);
+        return tl_fail_i64(TL_EINVAL, fn,
+                           "positions %lld to %lld: the table has %lld blocks of %lld", first,
+                           length, n_table, b);
     const int64_t from = first / b, end = first < length ? (length - 1) / b + 1 : from;
     for (int64_t i = from; i < end; i++)
         TL_TRY(check_fill_may_change(fn, kv, block_table[i]));
@@ -393,7 +395,6 @@ uint64_t tl_kv_block_hash(uint64_t parent, const uint32_t *toks, uint32_t n)
 tl_status tl_kv_register(tl_kv_pool *kv, uint32_t id, uint64_t hash)
 {
     static const char fn[] = "tl_kv_register";
-    const unsigned long long shown = hash;
     TL_TRY(tl_kv_check_used(fn, kv, id));
     const struct kv_block *block = &kv->block[id];
     if (block->fill != kv->cfg.block_tokens)
@@ -404,12 +405,14 @@ tl_status tl_kv_register(tl_kv_pool *kv, uint32_t id, uint64_t hash)
     if (block->hash == hash)
         return TL_OK;
     if (block->hash != 0)
-        return tl_fail(TL_EINVAL, fn, "block %u is registered under 0x%016llx, not 0x%016llx", id,
-                       (unsigned long long)block->hash, shown);
+        return tl_fail(TL_EINVAL, fn,
+                       "block %u is registered under 0x%016" PRIx64 ", not 0x%016" PRIx64, id,
+                       block->hash, hash);
     const uint32_t holder = tl_kv_index_enter(kv, id, hash);
     if (holder != id)
-        return tl_fail(TL_EBUSY, fn, "hash 0x%016llx wanted for block %u belongs to block %u",
-                       shown, id, holder);
+        return tl_fail(TL_EBUSY, fn,
+                       "hash 0x%016" PRIx64 " wanted for block %u belongs to block %u", hash, id,
+                       holder);
     return TL_OK;
 }
 
@@ -470,8 +473,9 @@ tl_status tl_kv_blocks_get(const tl_kv_pool *kv, uint32_t first, uint32_t n, tl_
     if (!kv || (!out && n > 0))
         return tl_fail(TL_EINVAL, fn, "%s is NULL", kv ? "out" : "the pool");
     if (first > kv->cfg.n_blocks || n > kv->cfg.n_blocks - first)
-        return tl_fail(TL_EINVAL, fn, "blocks %u to %llu are out of range, the pool has %u", first,
-                       (unsigned long long)first + n, kv->cfg.n_blocks);
+        return tl_fail_i64(TL_EINVAL, fn,
+                           "blocks %lld to %lld are out of range, the pool has %lld", first,
+                           (int64_t)first + n, kv->cfg.n_blocks);
     for (uint32_t i = 0; i < n; i++) {
         const struct kv_block *block = &kv->block[first + i];
         out[i] = first + i < kv->n_touched ? (tl_kv_block){block->hash, block->refs, block->fill}

@@ -488,9 +488,9 @@ tl_status tl_pool_check(const char *fn, const tl_pool *pool)
 static tl_status check_job(const char *fn, const struct job *job)
 {
     if (job->n < 0)
-        return tl_fail(TL_EINVAL, fn, "n = %lld is negative", (long long)job->n);
+        return tl_fail_i64(TL_EINVAL, fn, "n = %lld is negative", job->n);
     if (job->grain < 1)
-        return tl_fail(TL_EINVAL, fn, "grain = %lld is below 1", (long long)job->grain);
+        return tl_fail_i64(TL_EINVAL, fn, "grain = %lld is below 1", job->grain);
     if (!job->work)
         return tl_fail(TL_EINVAL, fn, "the range function is NULL");
     return TL_OK;
