@@ -12,7 +12,7 @@ import numpy as np
 import tinyllm
 from tinyllm._check import INT32_MAX
 from tinyllm._words import human_bytes
-from tinyllm.cli import machine
+from tinyllm.cli import cgroup, machine
 from tinyllm.cli.common import (
     CliError,
     add_json,
@@ -100,8 +100,10 @@ def machine_facts() -> dict[str, Any]:
         "cpu": machine.cpu_model(),
         "cpus_usable": usable,
         "cpus": present,
+        "cpu_quota": cgroup.cpu_quota(),
         "last_level_cache_bytes": machine.last_level_cache(),
         "memory_bytes": total,
+        "memory_limit_bytes": cgroup.memory_limit(),
         "memory_available_bytes": available,
         "huge_pages": machine.huge_pages(),
         "python": sys.version.split()[0],
@@ -134,10 +136,14 @@ def print_facts(facts: dict[str, Any]) -> None:
     line("Python", f"{facts['python']}, numpy {facts['numpy']}")
     print(bold("machine"))
     line("CPU", facts["cpu"])
-    line("CPUs", f"{facts['cpus_usable']} that this process may use, of {facts['cpus']}")
-    for name, title in (("last_level_cache_bytes", "cache"), ("memory_bytes", "memory")):
-        if facts[name] is not None:
-            line(title, human_bytes(facts[name]))
+    quota = f" (a quota of {facts['cpu_quota']:.3g})" if facts["cpu_quota"] else ""
+    line("CPUs", f"{facts['cpus_usable']} that this process may use, of {facts['cpus']}{quota}")
+    if facts["last_level_cache_bytes"] is not None:
+        line("cache", human_bytes(facts["last_level_cache_bytes"]))
+    if facts["memory_bytes"] is not None:
+        limited = facts["memory_bytes"] == facts["memory_limit_bytes"]
+        whose = " (the limit of this container)" if limited else ""
+        line("memory", f"{human_bytes(facts['memory_bytes'])}{whose}")
     if facts["memory_available_bytes"] is not None:
         line("free", human_bytes(facts["memory_available_bytes"]))
     mode = facts["huge_pages"]

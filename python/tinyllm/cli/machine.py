@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import re
 from pathlib import Path
 from typing import Final
 
+from tinyllm.cli import cgroup
+
+_MEMORY: Final = Path("/proc/meminfo")
 _HUGE_PAGES: Final = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-_CGROUP: Final = Path("/sys/fs/cgroup")
 
 
 def cpu_model() -> str:
@@ -20,21 +23,19 @@ def cpu_model() -> str:
 
 
 def cpus() -> tuple[int, int]:
-    """CPUs this process may run on, and CPUs of the machine."""
-    return len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    """CPUs this process may use, those it may run on but no more than its quota pays for, and CPUs
+    of the machine."""
+    usable, quota = len(os.sched_getaffinity(0)), cgroup.cpu_quota()
+    return min(usable, math.ceil(quota)) if quota else usable, os.cpu_count() or 1
 
 
 def memory() -> tuple[int | None, int | None]:
-    """Bytes of memory there are, and bytes still to be had, within the limit of the container if any."""
-    kib = dict(re.findall(r"^(\w+):\s*(\d+) kB$", _text(Path("/proc/meminfo")), re.MULTILINE))
+    """Bytes of memory there are, and bytes still to be had, both within the container's limit."""
+    kib = dict(re.findall(r"^(\w+):\s*(\d+) kB$", _text(_MEMORY), re.MULTILINE))
     total, free = (
         int(kib[key]) << 10 if key in kib else None for key in ("MemTotal", "MemAvailable")
     )
-    limit, used = (_text(_CGROUP / name).strip() for name in ("memory.max", "memory.current"))
-    if limit.isdigit() and used.isdigit():
-        total = min(total or int(limit), int(limit))
-        free = min(int(limit) if free is None else free, max(int(limit) - int(used), 0))
-    return total, free
+    return _least(total, cgroup.memory_limit()), _least(free, cgroup.memory_room())
 
 
 def last_level_cache() -> int | None:
@@ -52,6 +53,10 @@ def huge_pages() -> str | None:
     """The mode of transparent huge pages: ``always``, ``madvise`` or ``never``."""
     chosen = re.search(r"\[(\w+)\]", _text(_HUGE_PAGES))
     return chosen[1] if chosen else None
+
+
+def _least(a: int | None, b: int | None) -> int | None:
+    return min((x for x in (a, b) if x is not None), default=None)
 
 
 def _text(path: Path) -> str:

@@ -270,18 +270,6 @@ def test_the_mode_of_huge_pages_is_the_one_in_brackets(
     assert machine.huge_pages() == mode
 
 
-def test_memory_is_bounded_by_the_container(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    total, _ = machine.memory()
-    (tmp_path / "memory.max").write_text("1000000\n")
-    (tmp_path / "memory.current").write_text("400000\n")
-    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
-    assert machine.memory() == (1000000, 600000)
-    (tmp_path / "memory.max").write_text("max\n")
-    assert machine.memory()[0] == total
-
-
 # --- selftest -------------------------------------------------------------------------------------
 
 
