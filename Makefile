@@ -72,9 +72,9 @@ say      = @printf '  %-5s %s\n' $(1) '$(2)'
 .PHONY: all
 all: $(B)/libtinyllm.so $(B)/libtinyllm.a ## build the shared and the static library (the default)
 
-$(B)/libtinyllm.so: $(OBJ)
+$(B)/libtinyllm.so: $(OBJ) Makefile
 	$(call say,LD,$@)
-	@$(CC) $(CFLAGS) $(SHARED) $(LDFLAGS) -o $@ $^ $(LDLIBS)
+	@$(CC) $(CFLAGS) $(SHARED) $(LDFLAGS) -o $@ $(OBJ) $(LDLIBS)
 	@ln -sf libtinyllm.so $(@D)/$(SONAME)
 
 $(B)/libtinyllm.a: $(OBJ)
@@ -82,7 +82,7 @@ $(B)/libtinyllm.a: $(OBJ)
 	@rm -f $@ && $(AR) rcs $@ $^
 
 # Flags live in a stamp, so that changed flags rebuild.
-stamp    = $(subst ','\'',$(CC) $(CFLAGS) $(SHARED) $(LDFLAGS) $(ISAS))
+stamp    = $(subst ','\'',$(CC) $(CFLAGS) $(LDFLAGS) $(ISAS))
 $(B)/flags: FORCE
 	@mkdir -p $(@D)
 	@echo '$(stamp)' | cmp -s - $@ || echo '$(stamp)' > $@
@@ -100,12 +100,16 @@ $(B)/obj/%.$(1).o: c/src/%.isa.c $(B)/flags
 endef
 $(foreach i,$(ISAS),$(eval $(call isa_rule,$(i))))
 
-# C tests link the static library, so that they may look at what the shared one hides. They are not vectorised: it gains nothing, and
-# GCC 12 for aarch64 dies of it.
-$(B)/tests/%: %.c $(B)/libtinyllm.a $(B)/flags
+# C tests link the static library, so that they may look at what the shared one hides. They are not vectorised: it gains
+# nothing, and GCC 12 for aarch64 dies of it.
+$(B)/tests/%.o: %.c $(B)/flags
 	$(call say,CC,$<)
 	@mkdir -p $(@D)
-	@$(CC) $(CFLAGS) -Wno-missing-prototypes -fno-tree-vectorize -Itests/L9.4/harness -MMD -MP -o $@ $< $(B)/libtinyllm.a $(LDLIBS)
+	@$(CC) $(CFLAGS) -Wno-missing-prototypes -fno-tree-vectorize -Itests/L9.4/harness -MMD -MP -c $< -o $@
+.PRECIOUS: $(B)/tests/%.o
+
+$(B)/tests/%: $(B)/tests/%.o $(B)/libtinyllm.a
+	@$(CC) $(CFLAGS) -o $@ $^ $(LDLIBS)
 
 # What is installed is the library as it was built, under its full version, and three files that tell others where it is. Everything goes below
 # DESTDIR; what is written in the files does not know of it.

@@ -4,26 +4,30 @@
     run.py [-j N] [--list] [NAME or PREFIX ...]
 
 A mutant is one patch in the folder that is named as the source it changes: c/runtime/pool.c/x.patch
-for c/src/runtime/pool.c, python/errors.py/y.patch for python/tinyllm/errors.py. Above the diff stand
+for c/src/runtime/pool.c, python/errors.py/y.patch for python/tinyllm/errors.py. Above the diff
+stand
 
     killed-by: test_paged_attn:hand_example         (a C test program and a test in it), or
     killed-by: test_paged_cache.py::test_fork       (a pytest test)
     why: one sentence
-    needs: avx2                                     (only where the fault can be seen on nothing else)
+    needs: avx2                                     (where the fault shows only on a CPU with that)
+    build: nothing                                  (where the killer does not need the library)
 
 Each is planted in a copy of one unmutated build, so that only what it changed is compiled again. A
 fault in a file that is compiled once per instruction set is compiled for one of them, and the test
-runs on that one.
+runs on that one: the one whose name the file bears, else the best this program knows.
 
 Killed: the test fails, dies, or hangs, and passes without the fault. Everything else fails the run:
 a survivor, a patch that no longer applies, a fault that does not compile, a test that is not there
-or fails anyway.
+or fails anyway. So does, where all are planted, a source of the library without any mutant that
+NOTHING_TO_PLANT does not list.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import platform
 import shutil
@@ -49,6 +53,22 @@ PER_ISA = (
     "kernels/attn_values",
     "kernels/attn_walk",
 )
+# Sources in which no fault can be planted that compiles and changes what the library does here.
+NOTHING_TO_PLANT = {
+    "c/src/kernels/isas.def": "what a set needs shows only on a CPU that lacks it",
+    "c/src/kernels/kernels.def": "a kernel left out of the list does not compile",
+    "c/src/kernels/kernels.h": "the declarations of it",
+    "c/src/kernels/table.isa.c": "the table of it",
+    "c/src/numerics/arrays.def": "a part of it",
+    "c/src/numerics/isa_fn.h": "names",
+    "c/src/numerics/vec.h": "which of vec_<isa>.h is included",
+    "c/src/numerics/vec_neon.h": "for aarch64, where parity_attn runs in a check of its own",
+    "c/src/runtime/cpu.c": "what it asks the CPU shows only on one that lacks it",
+    "c/src/runtime/cpu.h": "declarations",
+    "c/src/runtime/crc32c.h": "declarations",
+    "c/src/runtime/fail.h": "declarations",
+    "c/src/runtime/pool_run.h": "declarations",
+}
 # Killers that never run the attention kernels, which take longest to compile.
 NO_ATTENTION = ("test_numerics:", "test_softmax:", "test_kv_append:")
 MAKE = ("make", "--no-print-directory", "B=build", "CFLAGS=-O1")
@@ -71,6 +91,7 @@ class Mutant:
     killer: str
     why: str
     needs: str
+    build: str
     hunks: tuple[Hunk, ...]
 
     @property
@@ -78,8 +99,27 @@ class Mutant:
         return sorted({hunk.path for hunk in self.hunks})
 
     @property
-    def per_isa(self) -> bool:
-        return any(mark in path for path in self.paths for mark in PER_ISA)
+    def isa(self) -> str:
+        """The instruction set it is compiled for and runs on; '' for all of them."""
+        for path in self.paths:
+            name = path.rpartition("/")[2]
+            if name.startswith("vec_"):
+                return name.removeprefix("vec_").removesuffix(".h")
+            if any(mark in path for mark in PER_ISA):
+                return here()[0]
+        return ""
+
+    @property
+    def runs_here(self) -> bool:
+        return self.isa in ("", *here()) and (
+            self.needs in ("", *here()) or self.needs in cpu_flags()
+        )
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the library is to be built anew."""
+        sources = any(path.startswith("c/") or path == "Makefile" for path in self.paths)
+        return sources and self.build != "nothing"
 
 
 @dataclass(frozen=True)
@@ -122,7 +162,8 @@ def read_mutant(patch: Path) -> Mutant:
     folder = str(patch.parent.relative_to(HERE))
     if folder not in {name_of(hunk.path) for hunk in hunks}:
         raise SystemExit(f"{patch.name}: lies in {folder} and changes {hunks[0].path}")
-    return Mutant(patch.stem, head["killed-by"], head["why"], head.get("needs", ""), tuple(hunks))
+    needs, build = head.get("needs", ""), head.get("build", "")
+    return Mutant(patch.stem, head["killed-by"], head["why"], needs, build, tuple(hunks))
 
 
 def name_of(source: str) -> str:
@@ -144,9 +185,8 @@ def apply(mutant: Mutant, tree: Path) -> None:
             where = (
                 "is not there" if found == 0 else f"is there {found} times: give it more context"
             )
-            raise Bad(
-                f"no longer applies: in {hunk.path}, {hunk.old[len(hunk.old) // 2].strip()!r} {where}"
-            )
+            line = hunk.old[len(hunk.old) // 2].strip()
+            raise Bad(f"no longer applies: in {hunk.path}, {line!r} {where}")
         texts[hunk.path] = text.replace("\n" + old, "\n" + new)[1:]
     for path, text in texts.items():
         (tree / path).write_text(text, encoding="utf-8")
@@ -156,15 +196,24 @@ def apply(mutant: Mutant, tree: Path) -> None:
 # -----------------------------------------------------------------------------------
 
 
-def isa_here() -> str:
-    """The instruction set that per-ISA faults are compiled for."""
-    if platform.machine() == "aarch64":
-        return "neon"
+@functools.cache
+def cpu_flags() -> set[str]:
+    """What Linux says this CPU has."""
     try:
-        flags = set(Path("/proc/cpuinfo").read_text(encoding="ascii", errors="ignore").split())
+        return set(Path("/proc/cpuinfo").read_text(encoding="ascii", errors="ignore").split())
     except OSError:
-        flags = set()
-    return "avx2" if {"avx2", "fma", "f16c"} <= flags else "scalar"
+        return set()
+
+
+@functools.cache
+def here() -> tuple[str, ...]:
+    """The instruction sets of this CPU, first the one that per-ISA faults are compiled for."""
+    if platform.machine() == "aarch64":
+        return ("neon", "scalar")
+    if not {"avx2", "fma", "f16c"} <= cpu_flags():
+        return ("scalar",)
+    wide = {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= cpu_flags()
+    return ("avx2", "scalar", "avx512") if wide else ("avx2", "scalar")
 
 
 def program(killer: str) -> str:
@@ -246,7 +295,6 @@ class Bench:
 
     def __init__(self, root: Path, jobs: int) -> None:
         self.root, self.jobs, self.base = root, jobs, root / "base"
-        self.isa = isa_here()
         self.baseline: dict[tuple[str, str], tuple[str, float]] = {}
 
     def build(self, mutants: Iterable[Mutant]) -> None:
@@ -276,9 +324,6 @@ class Bench:
             trouble = str(bad)
         self.baseline[killer, isa] = trouble, time.monotonic() - started
 
-    def run_isa(self, mutant: Mutant) -> str:
-        return self.isa if mutant.per_isa else ""
-
     def run(self, mutant: Mutant) -> Result:
         started = time.monotonic()
         tree = self.root / mutant.name
@@ -291,17 +336,33 @@ class Bench:
         return Result(mutant, killed, how, time.monotonic() - started)
 
     def attempt(self, mutant: Mutant, tree: Path) -> str:
-        isa = self.run_isa(mutant)
+        isa, name = mutant.isa, program(mutant.killer)
         trouble, seconds = self.baseline[mutant.killer, isa]
-        shutil.copytree(self.base, tree)  # keeps the times of the files, so make sees what is newer
+        self.copy(tree, mutant)
         apply(mutant, tree)  # first: a stale patch is to be heard of in any case
         if trouble:
             raise Bad(trouble)
-        if any(path.startswith("c/") for path in mutant.paths):
-            name = program(mutant.killer)
+        if mutant.is_compiled:
             keep = self.stale_objects(tree, mutant, isa) if isa else []
             make(tree, *keep, f"build/tests/{name}" if name else "build/libtinyllm.so")
         return run_test(tree, mutant.killer, isa, 15 + 10 * seconds)
+
+    def copy(self, tree: Path, mutant: Mutant) -> None:
+        """What the mutant needs of the unmutated tree. Files keep their times, by which make sees
+        what is newer; of the test programs, which are most of the bytes, a C killer needs one."""
+        build, name = self.base / "build", program(mutant.killer)
+
+        def unused(folder: str, names: list[str]) -> set[str]:
+            if Path(folder) == self.base:
+                return {"build"}
+            is_tests = name and Path(folder) == build / "tests"
+            return {other for other in names if is_tests and other.partition(".")[0] != name}
+
+        shutil.copytree(self.base, tree, ignore=unused)
+        if mutant.is_compiled:
+            shutil.copytree(build, tree / "build", ignore=unused)
+        else:
+            (tree / "build").symlink_to(build)
 
     def stale_objects(self, tree: Path, mutant: Mutant, isa: str) -> list[str]:
         """What make is to leave as it is: objects for other instruction sets, and what the killer
@@ -330,7 +391,7 @@ def run_all(mutants: list[Mutant], jobs: int, root: Path) -> list[Result]:
     print(f"building the unmutated tree; {len(mutants)} mutants, {jobs} at a time", flush=True)
     bench.build(mutants)
     with ThreadPoolExecutor(jobs) as threads:
-        killers = sorted({(mutant.killer, bench.run_isa(mutant)) for mutant in mutants})
+        killers = sorted({(mutant.killer, mutant.isa) for mutant in mutants})
         list(threads.map(lambda killer: bench.check_baseline(*killer), killers))
         results: list[Result] = []
         for result in threads.map(bench.run, mutants):
@@ -354,6 +415,32 @@ def table(results: list[Result]) -> str:
     )
 
 
+def sources_without() -> tuple[list[str], list[str]]:
+    """The library's sources without a mutant, and what is wrong with NOTHING_TO_PLANT."""
+    sources = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "c/src").glob("*/*")
+        if path.suffix in (".c", ".h", ".def")
+    }
+    with_one = {name for name in sources if any((HERE / name_of(name)).glob("*.patch"))}
+    amiss = [f"{name}: is not listed" for name in sources - with_one - set(NOTHING_TO_PLANT)]
+    amiss += [f"{name}: is listed, and has one" for name in with_one & set(NOTHING_TO_PLANT)]
+    amiss += [f"{name}: is listed, and is gone" for name in set(NOTHING_TO_PLANT) - sources]
+    return sorted(sources - with_one), sorted(amiss)
+
+
+def report_sources() -> int:
+    """Prints the sources without a mutant; how many of them are amiss."""
+    without, amiss = sources_without()
+    print("\nsources without a mutant:")
+    width = max(map(len, without), default=0)
+    for name in without:
+        print(f"  {name.ljust(width)}  {NOTHING_TO_PLANT.get(name, 'NO REASON IS GIVEN')}")
+    for line in amiss:
+        print(f"NOTHING_TO_PLANT: {line}")
+    return len(amiss)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description="Plants known faults; every one must be killed by its test."
@@ -363,12 +450,13 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="print the mutants and stop")
     parser.add_argument("names", nargs="*", help="names of mutants, or how they begin (all)")
     args = parser.parse_args()
-    mutants = choose([read_mutant(patch) for patch in sorted(HERE.rglob("*.patch"), key=lambda patch: patch.name)], args.names)
+    patches = sorted(HERE.rglob("*.patch"), key=lambda patch: patch.name)
+    mutants = choose([read_mutant(patch) for patch in patches], args.names)
     if args.list:
         for mutant in mutants:
             print(f"{mutant.name}\n    {mutant.why}\n    killed by {mutant.killer}")
         return 0
-    unseen = [mutant for mutant in mutants if mutant.needs not in ("", isa_here())]
+    unseen = [mutant for mutant in mutants if not mutant.runs_here]
     with tempfile.TemporaryDirectory(prefix="tinyllm-mutants-") as root:
         try:
             planted = [mutant for mutant in mutants if mutant not in unseen]
@@ -378,15 +466,16 @@ def main() -> int:
             return 1
     print(table(results))
     for mutant in unseen:
-        print(f"{mutant.name}: not planted, this CPU has no {mutant.needs}")
+        print(f"{mutant.name}: not planted, this CPU has no {mutant.needs or mutant.isa}")
     stale = [r for r in results if r.how.startswith("no longer applies")]
     if stale:
         print("\npatches to refresh, because the code they change has moved on:")
         for r in stale:
             print(f"  {r.mutant.name}.patch {r.how}")
     failed = sum(not r.killed for r in results)
+    amiss = 0 if args.names else report_sources()
     print(f"{len(results) - failed} passed, {failed} failed")
-    return 1 if failed or not results else 0
+    return 1 if failed or amiss or not results else 0
 
 
 if __name__ == "__main__":
