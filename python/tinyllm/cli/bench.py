@@ -34,6 +34,7 @@ from tinyllm.cli.common import (
     counts,
     heads,
     instruction_set,
+    interrupts_deferred,
     library,
     number,
     print_json,
@@ -193,9 +194,8 @@ def run(args: argparse.Namespace) -> int:
     lib = library()
     isa = instruction_set(lib)
     shapes = list(_shapes(args))
-    np.random.default_rng(
-        0
-    )  # loads numpy.random now: an interrupt that comes meanwhile is lost there
+    with interrupts_deferred():
+        np.random.default_rng(0)  # loads numpy.random, where one would be lost
     if not args.json:
         print_head(isa, args)
     results = []

@@ -7,9 +7,12 @@ import argparse
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -67,6 +70,23 @@ def in_process(code: str, lib: Lib, isa: str) -> subprocess.CompletedProcess[str
         [sys.executable, "-c", code],
         env=environment, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
+
+
+@contextmanager
+def interrupts_deferred() -> Iterator[None]:
+    """An interrupt that comes in the block is raised at its end: for what compiled modules do, some
+    of which drop the exception where it finds them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # which is where interrupts go
+        return
+    came: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)
+        if came:
+            signal.raise_signal(signal.SIGINT)
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
