@@ -136,7 +136,7 @@ def test_what_is_missing_to_one_is_the_sinks() -> None:
 
 
 def test_far_positions_keep_their_share_under_alibi() -> None:
-    """Scores alike, so that all there is comes from the shift between blocks."""
+    """Equal scores, so that all there is comes from the shift between blocks."""
     k = np.zeros((40, 1, 4, 8), np.float32)
     slope = np.array([0.05], np.float32)
     got = attention_mass(
