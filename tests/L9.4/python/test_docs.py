@@ -139,6 +139,13 @@ def test_blocks_say_what_they_are(page: Path) -> None:
             compile(block.text, where, "exec")
 
 
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=name_of)
+def test_prose_ends_at_100_columns(page: Path) -> None:
+    lines = without_blocks(page.read_text()).splitlines()
+    longer = [line for line in lines if len(line) > 100 and line.lstrip()[:1] not in ("|", "!")]
+    assert longer == []  # but for tables and pictures
+
+
 def test_a_session_notices_what_a_page_gets_wrong(tmp_path: Path) -> None:
     good = (
         "```python\nx = 1\n```\n```sh\necho a\n```\n```text printed\na\n```\n"
