@@ -38,7 +38,7 @@ def used(cache: PagedCache) -> int:
 
 def content(cache: PagedCache) -> list[bytes]:
     """What every layer of every sequence holds."""
-    layers = range(len(cache.columns))
+    layers = range(len(cache))
     return [a.tobytes() for s in cache.seq_ids for i in layers for a in cache.kv.gather(s, i)]
 
 
@@ -53,7 +53,7 @@ def test_crop_takes_columns_away_and_keeps_the_rest(
     (sequence,) = prompts(9)
     read(model, cache, [sequence])
     cache.crop(n)
-    assert cache.columns == [left] * 4 and cache.get_seq_length() == left
+    assert cache.n_columns == left and cache.get_seq_length() == left
     assert used(cache) == -(-left // 4)
     if left:
         kept = content(cache)
@@ -68,7 +68,7 @@ def test_crop_of_padded_rows_takes_from_their_ends(model: Any, cache: PagedCache
     read(model, cache, prompts(9, 2))
     cache.crop(-4)
     assert [cache.kv.seq_len(s) for s in cache.seq_ids] == [5, 0]
-    assert cache.columns == [5] * 4
+    assert cache.n_columns == 5
 
 
 def test_a_copy_shares_blocks_and_goes_its_own_way(model: Any, cache: PagedCache) -> None:
@@ -163,7 +163,7 @@ def test_a_pool_too_small_says_how_large_and_leaves_the_cache_as_it_was(model: A
             match=r"1 sequences of up to 39 positions take up to 10 blocks of 4; the pool has 6",
         ):
             read(model, cache, [second], attention_mask=None)
-        assert content(cache) == before and cache.columns == [9] * 4
+        assert content(cache) == before and cache.n_columns == 9
         inputs = padded([first + second[:3]])
         assert torch.equal(
             generate(model, inputs, cache, n=3).sequences, generate(model, inputs, n=3).sequences

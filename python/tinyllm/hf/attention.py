@@ -20,7 +20,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
 from tinyllm.attention import paged_attention
-from tinyllm.hf.rows import Scoring, Tensor, as_f32, rows_of, threads_of
+from tinyllm.hf.rows import Scoring, Tensor, as_f32, in_a_row, new_f32, rows_of, threads_of
 from tinyllm.kv_view import KVView
 
 __all__ = ["register"]
@@ -31,7 +31,7 @@ MARK = "_tinyllm_cache"  # attribute of keys that a PagedCache has yet to store
 _NOT_COMPUTED = {
     "position_bias": "attention with a position bias is not supported",
     "head_mask": "masks of heads are not supported",
-    "output_attentions": "attention weights are never there: use attn_implementation='eager' for them",
+    "output_attentions": "attention weights are never there: use attn_implementation='eager'",
     "cu_seq_lens_q": "sequences packed into one row: see tinyllm.hf.forward_packed",
     "cu_seq_lens_k": "sequences packed into one row: see tinyllm.hf.forward_packed",
 }
@@ -48,7 +48,8 @@ def register(name: str = "tinyllm") -> None:
     """
     if "/" in name or "|" in name or "flash" in name:
         raise ValueError(
-            f"register: name = {name!r} means something else to transformers: no '/', '|' or 'flash'"
+            f"register: name = {name!r} means something else to transformers: no '/', '|' or "
+            "'flash'"
         )
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, padding_mask)
@@ -73,20 +74,39 @@ def attention(
 
     Raises: ValueError and RuntimeError that say what to do; the errors of ``paged_attention``.
     """
-    _refuse(module, (query, key, value), dropout, kwargs)
-    scoring = Scoring(
-        scale=scaling,
-        window=sliding_window or 0,
-        softcap=softcap or 0.0,
-        sink_logits=None if s_aux is None else as_f32(s_aux),
-    )
-    if tl_batch is not None:
-        out = tl_batch.attend(module.layer_idx, query, key, value, scoring)
-    elif (cache := getattr(key, MARK, None)) is not None:
-        out = cache.attend(module.layer_idx, query, key, value, attention_mask, scoring)
-    else:
-        out = attend_given(query, key, value, attention_mask, scoring)
-    return out.to(query.dtype), None
+    cache = None if tl_batch is not None else getattr(key, MARK, None)
+    try:
+        _refuse(module, (query, key, value), dropout, kwargs)
+        scoring = Scoring(
+            scale=scaling,
+            window=sliding_window or 0,
+            softcap=softcap or 0.0,
+            sink_logits=None if s_aux is None else as_f32(s_aux),
+        )
+        if tl_batch is not None:
+            out = tl_batch.attend(module.layer_idx, query, key, value, scoring)
+        elif cache is not None:
+            _refuse_another_depth(module, len(cache))
+            positions = kwargs.get("position_ids")
+            out = cache.attend(
+                module.layer_idx, query, key, value, attention_mask, scoring, positions
+            )
+        else:
+            out = attend_given(query, key, value, attention_mask, scoring)
+        return out.to(query.dtype), None
+    except BaseException:  # a forward that fails leaves a cache as it was
+        if cache is not None:
+            cache.take_back()
+        raise
+
+
+def _refuse_another_depth(module: Any, n_layers: int) -> None:
+    """Raises ValueError for a model of more or fewer layers: of its forwards none would be whole."""
+    depth = getattr(getattr(module, "config", None), "num_hidden_layers", n_layers)
+    if depth != n_layers:
+        raise ValueError(
+            f"PagedCache: the model has {depth} layers, and the cache is made for {n_layers}"
+        )
 
 
 def _refuse(
@@ -117,29 +137,42 @@ def _refuse(
 def attend_given(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scoring: Scoring
 ) -> Tensor:
-    """Attention over the keys and values of the call, in their own type: the last query at the last key."""
+    """Attention over the keys and values of the call, in their own type: the last query at the last
+    key.
+
+    Raises: ValueError for padding between tokens where there is a window, which counts columns here
+    and tokens in the kernel.
+    """
     n_batch, n_heads, n_columns, _ = query.shape
-    out = torch.zeros((n_batch, n_columns, n_heads, value.shape[-1]))
-    rows, first = rows_of(query), 0
+    out = new_f32(n_batch, n_columns, n_heads, value.shape[-1]).zero_()
+    rows, flat, n_keys = rows_of(query), out.flatten(0, 1), key.shape[2]
     if mask is None:
-        _over(rows, key, value, n_columns, scoring, out.flatten(0, 1))
+        _over(rows, key, value, n_columns, scoring, flat)
         return out
-    for s, pads in enumerate(padding_of(mask, n_batch, key.shape[2])):
-        skip = max(0, pads - (key.shape[2] - n_columns))
-        first, end = s * n_columns + skip, (s + 1) * n_columns
-        if first < end:
-            mine = slice(s, s + 1)
+    for s, seen in enumerate(seen_columns(mask, n_batch, n_keys).numpy()):
+        columns = np.flatnonzero(seen)
+        mine = columns[columns >= n_keys - n_columns] - (n_keys - n_columns) + s * n_columns
+        if len(mine):
+            keys, places = in_a_row(columns), in_a_row(mine)
+            if scoring["window"] and not isinstance(keys, slice):
+                raise ValueError(
+                    "tinyllm attention: attention_mask hides columns between tokens, and the layer "
+                    "has a window: use tinyllm.hf.PagedCache, where a window counts tokens"
+                )
+            some = flat[places]  # of a slice a view
             _over(
-                rows[first:end], key[mine, :, pads:], value[mine, :, pads:], n_columns - skip, scoring,
-                out.flatten(0, 1)[first:end],
+                rows[places], key[s, None][:, :, keys], value[s, None][:, :, keys], len(mine), scoring,
+                some,
             )  # fmt: skip
+            flat[places] = some
     return out
 
 
 def _over(
     rows: Tensor, key: Tensor, value: Tensor, n_rows: int, scoring: Scoring, out: Tensor
 ) -> None:
-    """``n_rows`` rows of each sequence over its keys and values, read in place: a block is a sequence."""
+    """``n_rows`` rows of each sequence over its keys and values, read in place: a block is a
+    sequence."""
     n_batch, _, n_keys, _ = key.shape
     view = KVView.from_arrays(
         _in_place(key), _in_place(value), dtype=str(key.dtype).removeprefix("torch.")
@@ -160,27 +193,18 @@ def _in_place(tensor: Tensor) -> NDArray[Any]:
     return array
 
 
-def padding_of(mask: Tensor, n_batch: int, n_columns: int) -> list[int]:
-    """How many columns of padding each sequence begins with, by the mask that transformers hands
-    over.
+def seen_columns(mask: Tensor, n_batch: int, n_columns: int) -> Tensor:
+    """The mask that transformers hands over, bool [B,T]: False for padding.
 
-    Raises: ValueError for a mask of another form: padding is on the left or nowhere.
+    Raises: ValueError for a mask of another form.
     """
     if mask.ndim != 2 or tuple(mask.shape) != (n_batch, n_columns):
         raise ValueError(
             f"tinyllm attention: attention_mask has shape {tuple(mask.shape)}, expected [B,T] = "
-            f"{(n_batch, n_columns)}; masks of pairs are not supported, and sequences packed into one row "
-            "go through tinyllm.hf.forward_packed"
+            f"{(n_batch, n_columns)}; masks of pairs are not supported, and sequences packed into one "
+            "row go through tinyllm.hf.forward_packed"
         )
-    seen = mask.bool()
-    pads = n_columns - seen.sum(1)
-    if not torch.equal(seen, torch.arange(n_columns) >= pads[:, None]):
-        raise ValueError(
-            "tinyllm attention: attention_mask hides columns after the first that is seen; padding goes on "
-            "the left: tokenizer.padding_side = 'left'"
-        )
-    found: list[int] = pads.tolist()
-    return found
+    return mask.bool()
 
 
 # --- masks
@@ -210,24 +234,32 @@ def padding_mask(
     pattern = _pattern(mask_function)
     if pattern is None:
         raise ValueError(
-            "tinyllm attention: the model asks for a mask that is neither causal nor a sliding window "
-            "(bidirectional, chunked or of a modality): use another attn_implementation"
+            "tinyllm attention: the model asks for a mask that is neither causal nor a sliding "
+            "window (bidirectional, chunked or of a modality): use another attn_implementation"
         )
-    end = q_offset + (q_length or 0)
     if q_length is None and cache_position is not None:  # before transformers 5.6
-        end = int(cache_position[-1]) + 1
-    if (
-        kv_offset + kv_length > end
-    ):  # less is harmless: 5.0 counts one too many after a prompt in chunks
+        q_length = len(cache_position)
+        q_offset = int(cache_position[0]) if q_length else 0
+    if q_length == 0:
         raise ValueError(
-            f"tinyllm attention: keys end at {kv_offset + kv_length} and queries at {end}, as in a static "
-            "cache: use tinyllm.hf.PagedCache or a dynamic one"
+            "tinyllm attention: a forward of no columns; generate() goes on from a text that the "
+            "cache holds to its end after cache.crop(n - 1), n being the length of that text"
+        )
+    # Less is harmless: 5.0 counts one too many after a prompt in chunks.
+    if kv_offset + kv_length > q_offset + (q_length or 0):
+        raise ValueError(
+            f"tinyllm attention: keys end at {kv_offset + kv_length} and queries at "
+            f"{q_offset + (q_length or 0)}, as in a static cache: use tinyllm.hf.PagedCache or a "
+            "dynamic one"
         )
     if pattern == "packed":
-        return torch.empty(0)
-    if attention_mask is None or attention_mask[:, -kv_length:].all():
+        return torch.empty(0, device="cpu")
+    if attention_mask is None:
         return None
-    return attention_mask[:, -kv_length:]
+    if attention_mask.shape[-1] < kv_offset + kv_length:
+        return attention_mask  # too narrow: what that means says who attends
+    seen = attention_mask[:, -kv_length:]
+    return None if seen.all() else seen
 
 
 def _pattern(mask_function: Callable[..., Any]) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,9 +20,17 @@ from transformers.masking_utils import create_causal_mask
 
 from tinyllm._check import integer
 from tinyllm.errors import ClosedError, OutOfBlocks
-from tinyllm.hf.attention import MARK, padding_of
+from tinyllm.hf.attention import MARK, in_a_row, seen_columns
 from tinyllm.hf.config import layers_of
-from tinyllm.hf.rows import Scoring, Tensor, Threads, as_stored, attend_sequences, rows_of
+from tinyllm.hf.rows import (
+    Scoring,
+    Tensor,
+    Threads,
+    as_stored,
+    attend_sequences,
+    new_f32,
+    rows_of,
+)
 from tinyllm.infer.paged import PagedKVCache
 
 __all__ = ["CACHE_KEYWORD", "PagedCache"]
@@ -34,19 +43,48 @@ CACHE_KEYWORD: Final = (
 _names = itertools.count()  # ids of sequences: caches that share a pool never meet
 
 
+@dataclass(frozen=True)
+class _Past:
+    """What a cache holds between two forwards: the same in every layer. Replaced, never changed."""
+
+    rows: tuple[int, ...] = ()  # sequences of the pool, one a row of the batch
+    n_columns: int = 0
+    seen: Tensor | None = None  # bool [B,n_columns], False for padding; None: there is none
+
+    def held(self) -> list[int]:
+        """Positions of each sequence: its columns without the padding."""
+        if self.seen is None:
+            return [self.n_columns] * len(self.rows)
+        counts: list[int] = self.seen.sum(1).tolist()
+        return counts
+
+    def first(self, n: int) -> _Past:
+        """The first ``n`` columns of it; of none nothing is left, sequences included."""
+        if n == 0:
+            return _Past()
+        return _Past(self.rows, n, None if self.seen is None else self.seen[:, :n])
+
+    def chosen(self, rows: Sequence[int], names: tuple[int, ...]) -> _Past:
+        """The same for other rows, which are called ``names``."""
+        seen = None if self.seen is None else self.seen[list(rows)]
+        return _Past(names, self.n_columns, seen)
+
+
 @dataclass
 class _Step:
-    """What one forward brings, the same for every layer: for each sequence how many columns are
-    padding, and of those that bring tokens at all where their rows begin among the rows that count."""
+    """One forward, the same for every layer. Of the sequences that bring tokens at all it says which
+    columns those are, and where their rows begin among the rows that count."""
 
+    before: _Past
+    after: _Past
     mask: Tensor | None
-    past: int
     n_columns: int
-    held: list[int]  # positions of each sequence before
-    skips: list[int]  # columns of this forward that are padding, for each sequence
     active: list[int]  # the sequences with tokens
+    places: list[slice | NDArray[np.int64]]  # their columns of this forward that are no padding
     starts: NDArray[np.int32]
     picked: Tensor | None  # the rows that count, of [B*T]; None: all of them
+    thread: int
+    n_done: int = 0  # layers that have stored and attended
 
 
 class _Layer(CacheLayerMixin):  # type: ignore[misc]
@@ -72,10 +110,11 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
         return key, value
 
     def get_seq_length(self) -> int:
-        return int(self._cache.columns[self._index])
+        return int(self._cache.n_columns)
 
     def get_mask_sizes(self, query: Any) -> tuple[int, int]:
-        """Keys of the next forward, and where they begin; ``query`` was a tensor before it became a count."""
+        """Keys of the next forward, and where they begin; ``query`` was a tensor before it became
+        a count."""
         return self.get_seq_length() + (query if isinstance(query, int) else len(query)), 0
 
     def get_max_length(self) -> int:
@@ -101,9 +140,16 @@ class PagedCache(Cache):  # type: ignore[misc]
     such a copy of the whole cache: many turns can go on from one prompt. ``crop`` gives blocks
     back, ``reset`` all of them; the pool itself is kept until ``close``, before which copies should
     be done.
-    ``kv`` is the PagedKVCache, None before the first forward; ``seq_ids`` the ids in it, one a row.
+    ``kv`` is the PagedKVCache, None before the first forward; ``seq_ids`` the ids in it, one a row;
+    ``n_columns`` how many columns the cache holds, padding included.
     Keys and values are stored as float16: those of a float32 or bfloat16 model are rounded once.
-    Not thread-safe.
+    A row holds its tokens without the padding, wherever that lies: a window counts tokens.
+
+    A forward is all or nothing: one that fails or is interrupted before its last layer has attended
+    leaves the cache as it was, and can be called again. After that it is stored, whatever becomes
+    of its logits: ``crop`` takes it back.
+    One cache serves one model and one thread at a time. Where two run forwards at once, one of them
+    raises RuntimeError, and the other is right.
 
     Raises: ValueError for a model whose layers need something else (another type of attention than
     full and sliding, keys shared by layers, no plain KV heads), and for sizes that are no positive
@@ -120,37 +166,84 @@ class PagedCache(Cache):  # type: ignore[misc]
         self._num_blocks = integer(fn, "num_blocks", num_blocks, 1, 2**31 - 1, ValueError)
         self._block_size = integer(fn, "block_size", block_size, 1, 2**32 - 1, ValueError)
         self._threads = threads
-        self._begin(None, [], [0] * n_layers)
+        self._begin(n_layers, None)
 
-    def _begin(self, kv: PagedKVCache | None, rows: list[int], columns: list[int]) -> None:
-        self.kv, self.seq_ids, self.columns = kv, rows, columns
-        self._step: _Step | None = None
-        self._offered: int | None = None  # the layer whose keys wait for the attention function
-        self._closed, self._is_copy = False, False
-        self._finalizer = None if kv is None else weakref.finalize(self, _free, kv, rows)
-        super().__init__(layers=[_Layer(self, i) for i in range(len(columns))])
+    def _begin(self, n_layers: int, kv: PagedKVCache | None) -> None:
+        self._lock = threading.RLock()
+        self._past, self._step = _Past(), None
+        self._unfinished = False  # the pool may hold more than ``_past`` says
+        self._owned: list[int] = []  # every sequence begun here, before it is begun
+        self._offered: tuple[int, int] | None = None  # layer and thread of keys nobody took yet
+        self._closed, self._is_copy = False, kv is not None
+        self._use(kv)
+        super().__init__(layers=[_Layer(self, i) for i in range(n_layers)])
 
-    # --- what the layers say
-    # ------------------------------------------------------------------------------
+    def _use(self, kv: PagedKVCache | None) -> None:
+        self.kv = kv
+        self._finalizer = None if kv is None else weakref.finalize(self, _free, kv, self._owned)
+
+    @property
+    def n_columns(self) -> int:
+        """Columns that every layer holds; those of a forward count when it is through all layers."""
+        return self._past.n_columns
+
+    @property
+    def seq_ids(self) -> list[int]:
+        """The id of each row in ``kv``."""
+        return list(self._past.rows)
+
+    # --- a forward, layer by layer
+    # ----------------------------------------------------------------------------------------------
 
     def offer(self, layer: int, key: Tensor) -> None:
-        """Marks keys: so the attention function finds this cache, which stores them when it has the mask."""
+        """Marks keys: so the attention function finds this cache, which stores them when it has the
+        mask. Those of layer 0 begin a forward; what one before it left unfinished is taken back."""
         if self._closed:
             raise ClosedError("this PagedCache is closed")
-        if self._offered is not None:
-            waiting, self._offered = self._offered, None
+        with self._lock:
+            self._refuse_another_attention(layer)
+            n_heads, n_columns, width = key.shape[1:]
+            if self.kv is None:
+                self._use(
+                    PagedKVCache(
+                        None, self._num_blocks, self._block_size, len(self.layers), n_heads, width
+                    )
+                )
+            assert self.kv is not None
+            if (n_heads, width) != (self.kv.n_kv_heads, self.kv.d_head):
+                raise ValueError(
+                    f"PagedCache: {n_heads} KV heads of {width}, and the cache holds "
+                    f"{self.kv.n_kv_heads} of {self.kv.d_head}: a cache serves one model"
+                )
+            if layer == 0:
+                self._refuse_fewer_layers(n_columns)
+                self._settle()
+            setattr(key, MARK, self)
+            self._offered = layer, threading.get_ident()
+
+    def _refuse_another_attention(self, layer: int) -> None:
+        """Raises RuntimeError where the keys of the layer before were not taken. At layer 0 that
+        may as well be a forward cut short, unless there is no other layer."""
+        offered, self._offered = self._offered, None
+        if offered is None or offered[1] != threading.get_ident():
+            return
+        if layer == offered[0] + 1 or len(self.layers) == 1:
             raise RuntimeError(
-                f"PagedCache: nobody took the keys of layer {waiting}: the model runs another attention; "
-                "tinyllm.hf.register() and model.set_attn_implementation('tinyllm') first"
+                f"PagedCache: nobody took the keys of layer {offered[0]}: the model runs another "
+                "attention; tinyllm.hf.register() and model.set_attn_implementation('tinyllm') first"
             )
-        if self.kv is None:
-            _, n_heads, _, width = key.shape
-            self.kv = PagedKVCache(
-                None, self._num_blocks, self._block_size, len(self.columns), n_heads, width
-            )
-            self._finalizer = weakref.finalize(self, _free, self.kv, self.seq_ids)
-        setattr(key, MARK, self)
-        self._offered = layer
+
+    def _refuse_fewer_layers(self, n_columns: int) -> None:
+        """Raises RuntimeError for a token behind a first prompt that went through some layers only:
+        it would be read without that prompt."""
+        step, n_layers = self._step, len(self.layers)
+        if self._unfinished and step is not None and not self._past.n_columns:
+            if n_columns == 1 < step.n_columns and step.n_done:
+                raise RuntimeError(
+                    f"PagedCache: {step.n_columns} columns went through {step.n_done} of {n_layers} "
+                    "layers and are not kept: bring them again, reset() before another prompt, or "
+                    "set config.num_hidden_layers to the layers that the model has"
+                )
 
     def attend(
         self,
@@ -160,191 +253,257 @@ class PagedCache(Cache):  # type: ignore[misc]
         value: Tensor,
         mask: Tensor | None,
         scoring: Scoring,
+        positions: Tensor | None = None,
     ) -> Tensor:
-        """Stores the new keys and values of one layer, then attention of its rows: [B,T,H,D]."""
-        self._offered = None
-        kv = self.kv
-        if kv is None or key.shape != value.shape:
-            raise ValueError(
-                f"PagedCache: keys are {tuple(key.shape)} and values {tuple(value.shape)}"
-            )
-        n_batch, n_heads, n_columns, width = query.shape
-        step = self._next_step(layer, n_batch, n_columns, mask)
-        self._store(kv, layer, step, as_stored(key), as_stored(value))
-        rows = rows_of(query)
-        if step.picked is None:
-            out = torch.empty((n_batch, n_columns, n_heads, width))
-            self._over(kv, layer, step, rows, scoring, out.flatten(0, 1))
-        else:  # padding stays zero
-            some = torch.empty((len(step.picked), n_heads, width))
-            self._over(kv, layer, step, rows[step.picked], scoring, some)
-            out = torch.zeros((n_batch, n_columns, n_heads, width))
-            out.flatten(0, 1)[step.picked] = some
-        self.columns[layer] = step.past + n_columns
-        return out
+        """Stores the new keys and values of one layer, then attention of its rows: [B,T,H,D] in the
+        type of ``query``. Where it raises, ``take_back`` undoes the forward."""
+        with self._lock:
+            self._offered = None
+            kv = self.kv
+            if kv is None or key.shape != value.shape:
+                raise ValueError(
+                    f"PagedCache: keys are {tuple(key.shape)} and values {tuple(value.shape)}"
+                )
+            n_batch, n_heads, n_columns, width = query.shape
+            if layer == 0:
+                step = self._new_step(n_batch, n_columns, mask, positions)
+                self._start(kv, step)
+            else:
+                step = self._same_step(layer, n_batch, n_columns, mask)
+            self._store(kv, layer, step, as_stored(key), as_stored(value))
+            rows = rows_of(query)
+            if step.picked is None:
+                out = new_f32(n_batch, n_columns, n_heads, width)
+                self._over(kv, layer, step, rows, scoring, out.flatten(0, 1))
+            else:  # padding stays zero
+                some = new_f32(len(step.picked), n_heads, width)
+                self._over(kv, layer, step, rows[step.picked], scoring, some)
+                out = new_f32(n_batch, n_columns, n_heads, width).zero_()
+                out.flatten(0, 1)[step.picked] = some
+            out = out.to(query.dtype)
+            step.n_done = layer + 1
+            if step.n_done == len(self.layers):
+                self._past = step.after
+                self._unfinished = False
+            return out
 
     def _over(
         self, kv: PagedKVCache, layer: int, step: _Step, rows: Tensor, scoring: Scoring, out: Tensor
     ) -> None:
         if step.active:
-            seq_ids = [self.seq_ids[s] for s in step.active]
+            seq_ids = [step.after.rows[s] for s in step.active]
             attend_sequences(kv, layer, seq_ids, step.starts, rows, scoring, self._threads, out)
 
     def _store(
         self, kv: PagedKVCache, layer: int, step: _Step, k: NDArray[Any], v: NDArray[Any]
     ) -> None:
         try:
-            for s in step.active:
-                kv.append(
-                    self.seq_ids[s], layer, k[s, :, step.skips[s] :], v[s, :, step.skips[s] :]
-                )
-        except BaseException as error:
-            self._roll_back(kv, step)
-            if isinstance(error, OutOfBlocks):
-                raise OutOfBlocks(self._shortage(kv, step)) from error
-            raise
+            for s, place in zip(step.active, step.places, strict=True):
+                kv.append(step.after.rows[s], layer, k[s][:, place], v[s][:, place])
+        except OutOfBlocks as error:
+            self.take_back()
+            raise OutOfBlocks(self._shortage(kv, step)) from error
 
-    def _next_step(self, layer: int, n_batch: int, n_columns: int, mask: Tensor | None) -> _Step:
-        """The step that ``layer`` is in: the one of the layer before, or a new one."""
-        step, past = self._step, self.columns[layer]
-        if step is not None and (
-            step.mask is mask and step.past == past and step.n_columns == n_columns
-        ):
-            return step
-        if not self.seq_ids:
-            self._add_rows(n_batch)
-        if len(self.seq_ids) != n_batch:
+    def _new_step(
+        self, n_batch: int, n_columns: int, mask: Tensor | None, positions: Tensor | None
+    ) -> _Step:
+        """What the forward that begins brings. Raises ValueError where it does not fit the past."""
+        past = self._past
+        if past.rows and len(past.rows) != n_batch:
             raise ValueError(
-                f"PagedCache: a forward of {n_batch} sequences, and the cache holds {len(self.seq_ids)}: "
+                f"PagedCache: a forward of {n_batch} sequences, and the cache holds {len(past.rows)}: "
                 "reset() begins anew, batch_repeat_interleave(n) repeats each"
             )
-        pads = [0] * n_batch if mask is None else padding_of(mask, n_batch, past + n_columns)
-        held = self._held(layer, past, pads)
-        skips = [min(max(n - past, 0), n_columns) for n in pads]
-        active = [s for s, skip in enumerate(skips) if skip < n_columns]
-        starts = np.cumsum([0, *(n_columns - skips[s] for s in active)], dtype=np.int32)
-        picked = None
-        if any(skips):
-            places = torch.arange(n_batch * n_columns).view(n_batch, n_columns)
-            picked = torch.cat([row[skip:] for row, skip in zip(places, skips, strict=True)])
-        self._step = _Step(mask, past, n_columns, held, skips, active, starts, picked)
-        return self._step
+        seen = None if mask is None else mask.bool()
+        if seen is not None and seen.ndim == 2 and seen.shape[1] < past.n_columns + n_columns:
+            past = self._gone_back(past, seen, n_columns, positions)
+        if seen is not None:
+            seen = seen_columns(seen, n_batch, past.n_columns + n_columns)
+        _refuse_other_padding(past, seen)
+        rows = past.rows or tuple(itertools.islice(_names, n_batch))
+        after = _Past(rows, past.n_columns + n_columns, None if seen is None else seen.clone())
+        new = None if seen is None or seen[:, past.n_columns :].all() else seen[:, past.n_columns :]
+        return _Step(past, after, mask, n_columns, *_rows_that_count(new, n_batch, n_columns))
 
-    def _add_rows(self, n: int) -> None:
-        assert self.kv is not None
-        for _ in range(n):
-            row = next(_names)
-            self.kv.add_seq(row)
-            self.seq_ids.append(row)
+    def _gone_back(
+        self, past: _Past, seen: Tensor, n_columns: int, positions: Tensor | None
+    ) -> _Past:
+        """The past of a forward whose mask ends before the new columns would: generate() begins
+        again from a text that the cache holds to its end, or further.
 
-    def _held(self, layer: int, past: int, pads: Sequence[int]) -> list[int]:
-        """Positions of each sequence in ``layer``.
-
-        Raises: ValueError where the mask says others; RuntimeError where a forward was cut short.
+        Raises: ValueError where the positions of the new tokens do not say the same.
         """
-        assert self.kv is not None
-        if layer == 0 and len(set(self.columns)) > 1:
-            raise RuntimeError(
-                "PagedCache: a forward was cut short, and layers differ in length: reset()"
-            )
-        held = [self.kv.seq_len(seq_id, layer) for seq_id in self.seq_ids]
-        for row, (n, pad) in enumerate(zip(held, pads, strict=True)):
-            if n != max(past - pad, 0):
-                raise ValueError(
-                    f"PagedCache: row {row} holds {n} positions, and by attention_mask {max(past - pad, 0)}: "
-                    "it covers all columns, old and new, and the padding of the first forward stays"
-                )
-        return held
+        begin = seen.shape[1] - n_columns
+        if begin >= 0 and positions is not None:
+            wanted = (seen.cumsum(1) - 1)[:, begin:]
+            if bool(((positions == wanted) | ~seen[:, begin:]).all()):
+                return past.first(begin)
+        raise ValueError(
+            f"PagedCache: attention_mask has {seen.shape[1]} columns; it covers all, the "
+            f"{past.n_columns} that the cache holds and the {n_columns} of this forward"
+        )
 
-    def _roll_back(self, kv: PagedKVCache, step: _Step) -> None:
-        """As before the forward that failed."""
-        for seq_id, held in zip(self.seq_ids, step.held, strict=True):
-            kv.truncate(seq_id, held)
-        self._set_columns(step.past)
+    def _start(self, kv: PagedKVCache, step: _Step) -> None:
+        """From here on the pool holds more than ``_past`` says, or other sequences."""
+        self._step = step
+        self._unfinished = True
+        if step.before is not self._past:
+            self._past = step.before
+            self._match(kv)
+        if not step.before.rows:
+            for row in step.after.rows:
+                self._owned.append(row)
+                kv.add_seq(row)
+
+    def _same_step(self, layer: int, n_batch: int, n_columns: int, mask: Tensor | None) -> _Step:
+        """The step of the layers before.
+
+        Raises: RuntimeError where this layer is not the next one of a forward of this thread;
+        ValueError where it brings something else.
+        """
+        step = self._step
+        if step is None or step.thread != threading.get_ident() or step.n_done != layer:
+            raise RuntimeError(
+                f"PagedCache: layer {layer} does not follow the layer before it: another forward "
+                "began on this cache (two threads, two models?), or the model leaves layers out"
+            )
+        n_past = step.before.n_columns
+        if (n_batch, n_columns) != (len(step.after.rows), step.n_columns):
+            raise ValueError(
+                f"PagedCache: layer {layer} has queries of {(n_batch, n_columns)} sequences and "
+                f"columns, the layers before {(len(step.after.rows), step.n_columns)}"
+            )
+        if mask is not step.mask:
+            seen = None if mask is None else seen_columns(mask, n_batch, n_past + n_columns)
+            if not _same_columns(seen, step.after.seen):
+                raise ValueError(
+                    f"PagedCache: attention_mask of layer {layer} hides other columns than that of "
+                    "the layers before"
+                )
+        return step
+
+    def take_back(self) -> None:
+        """As before the forward of this thread that fails."""
+        with self._lock:
+            step = self._step
+            if step is not None and step.thread == threading.get_ident():
+                self._unfinished = True
+                self._past = step.before
+                self._settle()
+
+    def _settle(self) -> None:
+        """Between forwards the pool holds what ``_past`` says. Can be interrupted and begun again."""
+        if self._unfinished:
+            if self.kv is not None:
+                self._match(self.kv)
+            self._unfinished = False
+        self._step = None
+
+    def _match(self, kv: PagedKVCache) -> None:
+        """Ends the sequences that are not in ``_past``, and cuts those that are."""
+        rows = self._past.rows
+        for row in [row for row in self._owned if row not in rows]:
+            with contextlib.suppress(KeyError):  # interrupted before it was begun
+                kv.free(row)
+            self._owned.remove(row)
+        for row, held in zip(rows, self._past.held(), strict=True):
+            if any(kv.seq_len(row, layer) > held for layer in range(kv.n_layers)):
+                kv.truncate(row, held)
 
     def _shortage(self, kv: PagedKVCache, step: _Step) -> str:
-        held = [n + step.n_columns - skip for n, skip in zip(step.held, step.skips, strict=True)]
+        held = step.after.held()
         needed = sum(-(-n // kv.block_size) for n in held)
         return (
-            f"PagedCache: {len(held)} sequences of up to {max(held)} positions take up to {needed} blocks of "
-            f"{kv.block_size}; the pool has {kv.num_blocks}, and {kv.num_free_blocks()} are free. "
-            "PagedCache(config, num_blocks=n): n is the sum of ceil(positions / block_size) of all sequences "
-            "at their longest, each beam being one. The cache is as before this forward"
+            f"PagedCache: {len(held)} sequences of up to {max(held)} positions take up to {needed} "
+            f"blocks of {kv.block_size}; the pool has {kv.num_blocks}, and {kv.num_free_blocks()} are "
+            "free. PagedCache(config, num_blocks=n): n is the sum of ceil(positions / block_size) of "
+            "all sequences at their longest, each beam being one. The cache is as before this forward"
         )
 
     # --- what generate() does to the whole cache
-    # ----------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
 
     def crop(self, n: int) -> None:
         """Below 0: takes the last ``-n`` columns away. Above 0: keeps the first n, as transformers
         meant it before 5.23. 0 changes nothing."""
-        n_columns = self.columns[0]
-        keep = n_columns if n == 0 else max(n_columns + n, 0) if n < 0 else min(n, n_columns)
-        if keep == n_columns or self.kv is None:
-            return
-        for seq_id in self.seq_ids:
-            self.kv.truncate(seq_id, max(self.kv.seq_len(seq_id) - (n_columns - keep), 0))
-        self._set_columns(keep)
+        with self._lock:
+            self._settle()
+            held = self._past.n_columns
+            keep = held if n == 0 else max(held + n, 0) if n < 0 else min(n, held)
+            if keep < held:
+                self._become(self._past.first(keep))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Sequence i becomes what ``beam_idx[i]`` is: forks, which share blocks until they write."""
-        self._become(beam_idx.tolist())
+        self._choose(beam_idx.tolist())
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """The same, of any number of sequences."""
-        self._become(indices.tolist())
+        self._choose(indices.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each sequence ``repeats`` times, side by side: one prompt becomes a batch over the same blocks."""
-        self._become([row for row in range(len(self.seq_ids)) for _ in range(repeats)])
+        """Each sequence ``repeats`` times, side by side: one prompt becomes a batch over the same
+        blocks."""
+        self._choose([row for row in range(len(self.seq_ids)) for _ in range(repeats)])
 
-    def _become(self, rows: list[int]) -> None:
-        if self.kv is not None:
-            old, new = list(self.seq_ids), self._forks(rows)
-            self.seq_ids[:] = new
-            self._step = None
-            for seq_id in old:
-                self.kv.free(seq_id)
+    def _choose(self, rows: list[int]) -> None:
+        with self._lock:
+            self._settle()
+            if self.kv is not None:
+                self._unfinished = True
+                self._become(self._forks(self.kv, self._past, rows))
 
-    def _forks(self, rows: Sequence[int]) -> list[int]:
-        assert self.kv is not None
-        forks = []
-        for row in rows:
-            forks.append(next(_names))
-            self.kv.fork(self.seq_ids[row], forks[-1])
-        return forks
+    def _become(self, past: _Past) -> None:
+        """The one assignment is what an interrupt comes before or after."""
+        self._unfinished = True
+        self._past = past
+        self._settle()
+
+    def _forks(self, kv: PagedKVCache, past: _Past, rows: Sequence[int]) -> _Past:
+        """``past`` in other rows, by forks of its sequences that belong to this cache."""
+        names = tuple(itertools.islice(_names, len(rows)))
+        for row, name in zip(rows, names, strict=True):
+            self._owned.append(name)
+            kv.fork(past.rows[row], name)
+        return past.chosen(rows, names)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
         """A cache with the same content, in the same pool, sharing blocks: ``copy.deepcopy(cache)``."""
-        twin: PagedCache = type(self).__new__(type(self))
-        twin._num_blocks, twin._block_size, twin._threads = (
-            self._num_blocks,
-            self._block_size,
-            self._threads,
+        with self._lock:
+            self._settle()
+            twin: PagedCache = type(self).__new__(type(self))
+            twin._num_blocks, twin._block_size = self._num_blocks, self._block_size
+            twin._threads = self._threads
+            twin._begin(len(self.layers), self.kv)
+            twin._closed = self._closed
+            if self.kv is not None:
+                twin._past = twin._forks(self.kv, self._past, range(len(self._past.rows)))
+            return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a PagedCache cannot be pickled, and copy.copy would share its sequences: copy.deepcopy "
+            "makes one that goes its own way, kv.export_seq gives the bytes of a sequence"
         )
-        forks = [] if self.kv is None else self._forks(range(len(self.seq_ids)))
-        twin._begin(self.kv, forks, list(self.columns))
-        twin._closed, twin._is_copy = self._closed, self.kv is not None
-        return twin
 
     # --- lifetime
-    # -----------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
         """Gives all blocks back; the next forward may bring another batch."""
-        if self.kv is not None:
-            _free(self.kv, self.seq_ids)
-        self._offered = None
-        self._set_columns(0)
+        with self._lock:
+            self._offered = None
+            self._become(_Past())
 
     def close(self) -> None:
         """Gives the pool back, or of a copy the blocks that it holds; nothing happens the second
         time. Using the cache then raises ClosedError, and so do copies of one that is closed."""
-        if self.kv is not None:
-            _free(self.kv, self.seq_ids)
-            if not self._is_copy:
-                self.kv.close()
-        self._closed = True
+        with self._lock:
+            if self.kv is not None:
+                _free(self.kv, self._owned)
+                if not self._is_copy:
+                    self.kv.close()
+            self._closed = True
 
     def __enter__(self) -> PagedCache:
         if self._closed:
@@ -357,19 +516,53 @@ class PagedCache(Cache):  # type: ignore[misc]
     def __repr__(self) -> str:
         return (
             f"PagedCache(num_blocks={self._num_blocks}, block_size={self._block_size}, "
-            f"sequences={len(self.seq_ids)}, columns={self.columns[0]})"
+            f"sequences={len(self.seq_ids)}, columns={self.n_columns})"
         )
 
-    def _set_columns(self, n: int) -> None:
-        self.columns[:] = [n] * len(self.columns)
-        self._step = None
-        if n == 0 and self.kv is not None:
-            _free(self.kv, self.seq_ids)
+
+def _rows_that_count(
+    seen: Tensor | None, n_batch: int, n_columns: int
+) -> tuple[list[int], list[slice | NDArray[np.int64]], NDArray[np.int32], Tensor | None, int]:
+    """The last members of a _Step, of the new columns ``seen`` [B,T]; None: no padding."""
+    me = threading.get_ident()
+    if seen is None:
+        starts = np.arange(n_batch + 1, dtype=np.int32) * np.int32(n_columns)
+        return list(range(n_batch)), [slice(0, n_columns)] * n_batch, starts, None, me
+    found = [np.flatnonzero(row) for row in seen.numpy()]
+    active = [s for s, columns in enumerate(found) if len(columns)]
+    starts = np.cumsum([0, *(len(found[s]) for s in active)], dtype=np.int32)
+    picked = torch.from_numpy(np.flatnonzero(seen.numpy()))
+    return active, [in_a_row(found[s]) for s in active], starts, picked, me
 
 
-def _free(kv: PagedKVCache, seq_ids: list[int]) -> None:
+def _refuse_other_padding(past: _Past, seen: Tensor | None) -> None:
+    """Raises ValueError where a mask of all columns says otherwise of the past than it was then."""
+    old = None if seen is None else seen[:, : past.n_columns]
+    if _same_columns(old, past.seen):
+        return
+    held = past.held()
+    told = [past.n_columns] * len(held) if old is None else old.sum(1).tolist()
+    row = next((s for s in range(len(held)) if held[s] != told[s]), None)
+    what = (
+        "attention_mask hides other columns of the past than it did then"
+        if row is None
+        else f"row {row} holds {held[row]} positions, and by attention_mask {told[row]}"
+    )
+    raise ValueError(
+        f"PagedCache: {what}: it covers all columns, old and new, and what was padding stays padding"
+    )
+
+
+def _same_columns(a: Tensor | None, b: Tensor | None) -> bool:
+    """Whether two masks show the same columns; None shows all."""
+    if a is None or b is None:
+        return all(mask is None or bool(mask.all()) for mask in (a, b))
+    return bool(torch.equal(a, b))
+
+
+def _free(kv: PagedKVCache, rows: list[int]) -> None:
     """Ends sequences, also of a cache that is collected; a closed pool has none."""
-    while seq_ids:
-        seq_id = seq_ids.pop()
-        with contextlib.suppress(ClosedError):
-            kv.free(seq_id)
+    while rows:
+        with contextlib.suppress(ClosedError, KeyError):
+            kv.free(rows[-1])
+        rows.pop()

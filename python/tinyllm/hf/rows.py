@@ -38,6 +38,11 @@ def rows_of(query: Tensor) -> Tensor:
     return query.transpose(1, 2).reshape(n_batch * n_columns, n_heads, width)
 
 
+def new_f32(*shape: int) -> Tensor:
+    """float32 on the CPU, whatever torch makes by default."""
+    return torch.empty(shape, dtype=torch.float32, device="cpu")
+
+
 def as_f32(tensor: Tensor) -> NDArray[np.float32]:
     """The memory of a float32 tensor; a copy of another one."""
     array: NDArray[np.float32] = tensor.detach().float().numpy()
@@ -51,6 +56,12 @@ def as_stored(tensor: Tensor) -> NDArray[Any]:
         (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).detach().numpy()
     )
     return array
+
+
+def in_a_row(places: NDArray[np.int64]) -> slice | NDArray[np.int64]:
+    """Rising places, at least one, as a slice where none is left out: that copies nothing."""
+    first, end = int(places[0]), int(places[-1]) + 1
+    return slice(first, end) if end - first == len(places) else places
 
 
 def threads_of(threads: Threads) -> int | ThreadPool:
@@ -68,7 +79,8 @@ def attend_sequences(
     threads: Threads,
     out: Tensor,
 ) -> None:
-    """One call for the last rows of some sequences: those of sequence s are rows[starts[s]:starts[s+1]]."""
+    """One call for the last rows of some sequences: those of sequence s are
+    rows[starts[s]:starts[s+1]]."""
     fn = "tinyllm attention"
     batch = kv._borrow(fn, seq_ids, layer, scoring["window"])
     n = len(seq_ids)
