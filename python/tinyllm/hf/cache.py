@@ -175,12 +175,20 @@ class PagedCache(Cache):  # type: ignore[misc]
         self._owned: list[int] = []  # every sequence begun here, before it is begun
         self._offered: tuple[int, int] | None = None  # layer and thread of keys nobody took yet
         self._closed, self._is_copy = False, kv is not None
+        self._finalizer: Any = None
         self._use(kv)
         super().__init__(layers=[_Layer(self, i) for i in range(n_layers)])
 
     def _use(self, kv: PagedKVCache | None) -> None:
+        if kv is not None:
+            self._finalizer = weakref.finalize(self, _free, kv, self._owned)
         self.kv = kv
-        self._finalizer = None if kv is None else weakref.finalize(self, _free, kv, self._owned)
+
+    def _leave(self) -> None:
+        """Parts with a pool that holds nothing of this cache; copies may go on in it."""
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        self.kv, self._is_copy = None, False
 
     @property
     def n_columns(self) -> int:
@@ -202,19 +210,19 @@ class PagedCache(Cache):  # type: ignore[misc]
             raise ClosedError("this PagedCache is closed")
         with self._lock:
             self._refuse_another_attention(layer)
-            n_heads, n_columns, width = key.shape[1:]
-            if self.kv is None:
-                self._use(
-                    PagedKVCache(
-                        None, self._num_blocks, self._block_size, len(self.layers), n_heads, width
+            _, n_heads, n_columns, width = key.shape
+            shape = n_heads, width
+            if self.kv is not None and shape != (self.kv.n_kv_heads, self.kv.d_head):
+                if self._past.rows:
+                    raise ValueError(
+                        f"PagedCache: {n_heads} KV heads of {width}, and the cache holds "
+                        f"{self.kv.n_kv_heads} of {self.kv.d_head}: a cache serves one model"
                     )
-                )
-            assert self.kv is not None
-            if (n_heads, width) != (self.kv.n_kv_heads, self.kv.d_head):
-                raise ValueError(
-                    f"PagedCache: {n_heads} KV heads of {width}, and the cache holds "
-                    f"{self.kv.n_kv_heads} of {self.kv.d_head}: a cache serves one model"
-                )
+                self._settle()
+                self._leave()
+            if self.kv is None:
+                sizes = self._num_blocks, self._block_size, len(self.layers)
+                self._use(PagedKVCache(None, *sizes, *shape))
             if layer == 0:
                 self._refuse_fewer_layers(n_columns)
                 self._settle()
@@ -385,6 +393,7 @@ class PagedCache(Cache):  # type: ignore[misc]
     def take_back(self) -> None:
         """As before the forward of this thread that fails."""
         with self._lock:
+            self._offered = None
             step = self._step
             if step is not None and step.thread == threading.get_ident():
                 self._unfinished = True

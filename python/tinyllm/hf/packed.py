@@ -22,6 +22,7 @@ from tinyllm.hf.rows import (
     Threads,
     as_stored,
     attend_sequences,
+    new_f32,
     rows_of,
 )
 from tinyllm.infer.paged import PagedKVCache
@@ -65,17 +66,18 @@ class Packed:
     ) -> None:
         if len(seq_ids) != len(counts) or len(set(seq_ids)) != len(seq_ids):
             raise ValueError(
-                f"Packed: {len(seq_ids)} sequences, each once, with as many counts, not {len(counts)}"
+                f"Packed: {len(seq_ids)} sequences, each once, with as many counts, not "
+                f"{len(counts)}"
             )
         if not seq_ids or min(counts) < 1:
             raise ValueError(
                 f"Packed: every sequence brings at least one token, counts are {list(counts)}"
             )
         self._kv, self._seq_ids, self._threads = kv, list(seq_ids), threads
-        held = [kv.seq_len(seq_id) for seq_id in seq_ids]
+        self._held = held = [_whole_layers(kv, seq_id) for seq_id in seq_ids]
         self._starts = np.cumsum([0, *counts], dtype=np.int32)
         self.position_ids = torch.cat(
-            [torch.arange(h, h + n) for h, n in zip(held, counts, strict=True)]
+            [torch.arange(h, h + n, device="cpu") for h, n in zip(held, counts, strict=True)]
         )[None]
         self.last = torch.from_numpy(self._starts[1:].astype(np.int64) - 1)
 
@@ -86,24 +88,33 @@ class Packed:
         n_batch, n_heads, n_rows, width = query.shape
         if (n_batch, n_rows) != (1, self._starts[-1]) or key.shape[2] != n_rows:
             raise ValueError(
-                f"Packed: {self._starts[-1]} tokens were announced; queries are {tuple(query.shape)} and "
-                f"keys {tuple(key.shape)}: input_ids is [1,T], and use_cache=False"
+                f"Packed: {self._starts[-1]} tokens were announced; queries are "
+                f"{tuple(query.shape)} and keys {tuple(key.shape)}: input_ids is [1,T], and "
+                "use_cache=False"
             )
+        for seq_id, held in zip(self._seq_ids, self._held, strict=True):
+            if (now := self._kv.seq_len(seq_id, layer)) != held:
+                raise ValueError(
+                    f"Packed: sequence {seq_id!r} holds {now} positions in layer {layer}, not {held} "
+                    "as when the batch was made; a batch serves one forward"
+                )
         k, v = as_stored(key)[0], as_stored(value)[0]
         for seq_id, begin, end in zip(self._seq_ids, self._starts, self._starts[1:], strict=False):
             self._kv.append(seq_id, layer, k[:, begin:end], v[:, begin:end])
-        out = torch.empty((1, n_rows, n_heads, width))
+        out = new_f32(1, n_rows, n_heads, width)
         attend_sequences(
-            self._kv,
-            layer,
-            self._seq_ids,
-            self._starts,
-            rows_of(query),
-            scoring,
-            self._threads,
-            out[0],
-        )
+            self._kv, layer, self._seq_ids, self._starts, rows_of(query), scoring, self._threads, out[0]
+        )  # fmt: skip
         return out
+
+
+def _whole_layers(kv: PagedKVCache, seq_id: Hashable) -> int:
+    """Positions that every layer of a sequence holds. Where a forward failed and could not be taken
+    back whole, the first layers hold more, which are given up."""
+    held = kv.seq_len(seq_id, kv.n_layers - 1)
+    if kv.seq_len(seq_id) > held:
+        kv.truncate(seq_id, held)
+    return held
 
 
 def forward_packed(
@@ -120,12 +131,13 @@ def forward_packed(
     """
     batch = Packed(kv, list(work), [len(tokens) for tokens in work.values()], threads=threads)
     held = {seq_id: kv.seq_len(seq_id) for seq_id in work}
-    ids = torch.tensor([[token for tokens in work.values() for token in tokens]])
+    tokens = [token for tokens in work.values() for token in tokens]
+    ids = torch.tensor([tokens], dtype=torch.int64, device="cpu")
     try:
         with torch.no_grad():
             out = model(
-                input_ids=ids, position_ids=batch.position_ids, use_cache=False, logits_to_keep=batch.last,
-                tl_batch=batch,
+                input_ids=ids, position_ids=batch.position_ids, use_cache=False,
+                logits_to_keep=batch.last, tl_batch=batch,
             )  # fmt: skip
     except BaseException:
         for seq_id, length in held.items():
