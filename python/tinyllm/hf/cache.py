@@ -323,8 +323,8 @@ class PagedCache(Cache):  # type: ignore[misc]
                 "reset() begins anew, batch_repeat_interleave(n) repeats each"
             )
         seen = None if mask is None else mask.bool()
-        if seen is not None and seen.ndim == 2 and seen.shape[1] < past.n_columns + n_columns:
-            past = self._gone_back(past, seen, n_columns, positions)
+        if (begin := _begins_again(past, seen, n_columns, positions)) is not None:
+            past = past.first(begin)
         if seen is not None:
             seen = seen_columns(seen, n_batch, past.n_columns + n_columns)
         _refuse_other_padding(past, seen)
@@ -332,24 +332,6 @@ class PagedCache(Cache):  # type: ignore[misc]
         after = _Past(rows, past.n_columns + n_columns, None if seen is None else seen.clone())
         new = None if seen is None or seen[:, past.n_columns :].all() else seen[:, past.n_columns :]
         return _Step(past, after, mask, n_columns, *_rows_that_count(new, n_batch, n_columns))
-
-    def _gone_back(
-        self, past: _Past, seen: Tensor, n_columns: int, positions: Tensor | None
-    ) -> _Past:
-        """The past of a forward whose mask ends before the new columns would: generate() begins
-        again from a text that the cache holds to its end, or further.
-
-        Raises: ValueError where the positions of the new tokens do not say the same.
-        """
-        begin = seen.shape[1] - n_columns
-        if begin >= 0 and positions is not None:
-            wanted = (seen.cumsum(1) - 1)[:, begin:]
-            if bool(((positions == wanted) | ~seen[:, begin:]).all()):
-                return past.first(begin)
-        raise ValueError(
-            f"PagedCache: attention_mask has {seen.shape[1]} columns; it covers all, the "
-            f"{past.n_columns} that the cache holds and the {n_columns} of this forward"
-        )
 
     def _start(self, kv: PagedKVCache, step: _Step) -> None:
         """From here on the pool holds more than ``_past`` says, or other sequences."""
@@ -542,6 +524,33 @@ def _rows_that_count(
     starts = np.cumsum([0, *(len(found[s]) for s in active)], dtype=np.int32)
     picked = torch.from_numpy(np.flatnonzero(seen.numpy()))
     return active, [in_a_row(found[s]) for s in active], starts, picked, me
+
+
+def _begins_again(
+    past: _Past, seen: Tensor | None, n_columns: int, positions: Tensor | None
+) -> int | None:
+    """Where generate() goes on from a text that the cache holds to its end, or further: the column
+    that it begins at. With n columns of text and m >= n in the cache, it brings those from m - n on.
+    None for any other forward.
+
+    Raises: ValueError for a mask too narrow for other reasons.
+    """
+    if seen is not None and seen.ndim == 2 and seen.shape[1] < past.n_columns + n_columns:
+        begin = seen.shape[1] - n_columns
+        if begin >= 0 and positions is not None:
+            wanted = (seen.cumsum(1) - 1)[:, begin:]
+            if bool(((positions == wanted) | ~seen[:, begin:]).all()):
+                return begin
+        raise ValueError(
+            f"PagedCache: attention_mask has {seen.shape[1]} columns; it covers all, the "
+            f"{past.n_columns} that the cache holds and the {n_columns} of this forward"
+        )
+    if seen is None and positions is not None and past.n_columns >= n_columns:
+        begin = (past.n_columns - n_columns) // 2
+        wanted = torch.arange(begin, begin + n_columns, device="cpu")
+        if 2 * begin + n_columns == past.n_columns and bool((positions == wanted).all()):
+            return begin
+    return None
 
 
 def _refuse_other_padding(past: _Past, seen: Tensor | None) -> None:
