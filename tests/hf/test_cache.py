@@ -184,20 +184,6 @@ def test_a_model_with_another_attention_is_noticed(cache: PagedCache) -> None:
         read(eager, cache, prompts(5))
 
 
-def test_a_forward_cut_short_is_noticed(model: Any, cache: PagedCache) -> None:
-    def stop(*args: Any) -> None:
-        raise KeyboardInterrupt
-
-    hook = model.model.layers[2].register_forward_pre_hook(stop)
-    with pytest.raises(KeyboardInterrupt):
-        read(model, cache, prompts(5))
-    hook.remove()
-    with pytest.raises(RuntimeError, match=r"cut short.*reset\(\)"):
-        read(model, cache, prompts(1), attention_mask=None)
-    cache.reset()
-    read(model, cache, prompts(5))
-
-
 def test_a_mask_that_forgets_the_padding_is_refused(model: Any, cache: PagedCache) -> None:
     read(model, cache, prompts(5, 3))
     with pytest.raises(ValueError, match="row 1 holds 3 positions, and by attention_mask 5"):

@@ -385,9 +385,11 @@ def test_generate_goes_on_from_the_text_so_far(model: Any, crops: bool) -> None:
                         n = len(wanted) - len(text)
                         if crops and cache.n_columns:
                             cache.crop(len(text) - 1)
-                        text = generate(
-                            model, padded([text]), cache, n=n, streamer=told
-                        ).sequences[0].tolist()
+                        text = (
+                            generate(model, padded([text]), cache, n=n, streamer=told)
+                            .sequences[0]
+                            .tolist()
+                        )
                 except KeyboardInterrupt:
                     n_interrupted += 1
                     wait = 10
@@ -433,7 +435,10 @@ def test_a_text_far_behind_the_cache_is_told_to_crop(model: Any, cache: PagedCac
 def test_a_mask_of_the_new_columns_alone_is_refused(model: Any, cache: PagedCache) -> None:
     read(model, cache, 0)
     new = torch.tensor(SECOND)
-    with torch.no_grad(), pytest.raises(ValueError, match=r"covers all, the 9 .* and the 3 of this"):
+    with (
+        torch.no_grad(),
+        pytest.raises(ValueError, match=r"covers all, the 9 .* and the 3 of this"),
+    ):
         model(new, attention_mask=torch.ones_like(new), **{CACHE: cache})
 
 
@@ -478,7 +483,8 @@ def test_a_refused_model_leaves_no_pool_of_its_shape(model: Any) -> None:
             narrow(**turns(0), **{CACHE: cache})
         assert torch.equal(read(model, cache, 0), read(model, plain, 0))
         with pytest.raises(
-            ValueError, match="2 KV heads of 8, and the cache holds 2 of 16: a cache serves one model"
+            ValueError,
+            match="2 KV heads of 8, and the cache holds 2 of 16: a cache serves one model",
         ):
             read(narrow, cache, 1)
         assert torch.equal(read(model, cache, 1), read(model, plain, 1))
@@ -543,9 +549,7 @@ def test_of_two_threads_in_one_cache_one_is_told(
     assert all(len(set(lengths)) == 1 for lengths in state(cache)[1])
 
 
-def test_threads_that_collide_at_random_corrupt_nothing(
-    model: Any, undisturbed: list[Any]
-) -> None:
+def test_threads_that_collide_at_random_corrupt_nothing(model: Any, undisturbed: list[Any]) -> None:
     told: list[str] = []
     old = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)

@@ -74,7 +74,7 @@ def attention(
 
     Raises: ValueError and RuntimeError that say what to do; the errors of ``paged_attention``.
     """
-    cache = None if tl_batch is not None else getattr(key, MARK, None)
+    cache = vars(key).pop(MARK, None)
     try:
         _refuse(module, (query, key, value), dropout, kwargs)
         scoring = Scoring(

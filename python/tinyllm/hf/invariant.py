@@ -65,7 +65,10 @@ class FixedTileLinear(nn.Linear):  # type: ignore[misc]
         """Whether sixteen times the same row gives sixteen times the same result."""
         n_threads = torch.get_num_threads()
         if n_threads not in self._places_agree:
-            row = torch.randn(1, self.in_features, generator=torch.Generator().manual_seed(0))
+            generator = torch.Generator("cpu").manual_seed(0)
+            row = torch.randn(
+                1, self.in_features, generator=generator, dtype=torch.float32, device="cpu"
+            )
             with torch.no_grad():
                 y = self._tile(row.to(self.weight.dtype).expand(TILE, -1).contiguous())
             self._places_agree[n_threads] = bool((y == y[0]).all())
