@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""One torch thread but where a test says otherwise; threads that wait sleep, also on a busy machine."""
+"""One torch thread but where a test says otherwise; threads that wait sleep."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The registered function: what it copies, what it rounds, and that what it cannot compute it refuses."""
+"""The registered function: what it copies, what it rounds, what it refuses."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_keys_of_a_float32_model_are_rounded_once() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_models_of_sixteen_bits_run_and_keep_their_type(dtype: torch.dtype) -> None:
-    """Without a cache nothing is rounded but the result; float16 keys lose nothing in a pool either."""
+    """Without a cache only the result is rounded; float16 keys lose nothing in a pool either."""
     q, k, v = qkv(dtype=dtype)
     exact, _ = attention(Layer(), q.float(), k.float(), v.float(), None)
     given, _ = attention(Layer(), q, k, v, None)

@@ -182,7 +182,7 @@ STAGES = {
 }
 
 
-# Elsewhere the next forward, or whatever comes first, takes back what the one that failed has stored.
+# Elsewhere whatever comes next takes back what the forward that failed has stored.
 AT_ONCE = {
     "before_the_write",
     "one_row_is_appended",
@@ -292,9 +292,8 @@ def test_a_forward_can_fail_at_every_line(turn: int) -> None:
             for i in range(turn):
                 read(model, cache, i)
             before = cache.n_columns
-            with pytest.raises(Stop), Tripwire(FILES, n) as wire:
+            with contextlib.suppress(Stop), Tripwire(FILES, n) as wire:
                 wanted.append(read(model, cache, turn))
-                raise Stop
             stored = cache.n_columns > before
             if n >= 0 and stored:
                 cache.crop(before - cache.n_columns)
@@ -437,7 +436,7 @@ def test_a_mask_of_the_new_columns_alone_is_refused(model: Any, cache: PagedCach
     new = torch.tensor(SECOND)
     with (
         torch.no_grad(),
-        pytest.raises(ValueError, match=r"covers all, the 9 .* and the 3 of this"),
+        pytest.raises(ValueError, match=r"the 9 .* and the 3 of this"),
     ):
         model(new, attention_mask=torch.ones_like(new), **{CACHE: cache})
 
@@ -484,7 +483,7 @@ def test_a_refused_model_leaves_no_pool_of_its_shape(model: Any) -> None:
         assert torch.equal(read(model, cache, 0), read(model, plain, 0))
         with pytest.raises(
             ValueError,
-            match="2 KV heads of 8, and the cache holds 2 of 16: a cache serves one model",
+            match="2 KV heads of 8, and the cache holds 2 of 16",
         ):
             read(narrow, cache, 1)
         assert torch.equal(read(model, cache, 1), read(model, plain, 1))
@@ -523,7 +522,7 @@ def test_a_model_that_leaves_a_layer_out_is_noticed() -> None:
     del model.model.layers[1]
     with (
         PagedCache(model.config) as cache,
-        pytest.raises(RuntimeError, match="layer 2 does not follow.*leaves layers out"),
+        pytest.raises(RuntimeError, match=r"layer 2 does not follow.*leaves layers out"),
     ):
         read(model, cache, 0)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""make_batch_invariant: the logits of a sequence have the same bits alone and among seven others."""
+"""make_batch_invariant: the logits of a sequence have the same bits alone and among others."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_in_bfloat16_too() -> None:
 
 
 def test_without_it_logits_agree_to_rounding_only(capsys: pytest.CaptureFixture[str]) -> None:
-    """That bits differ is a property of a machine and a build of torch: it is told, not asserted."""
+    """That bits differ is a property of a machine and a build of torch: told, not asserted."""
     (model,) = models("llama", "tinyllm", **ODD)
     together = packed_logits(model, dict(enumerate(EIGHT)))
     alone = {i: packed_logits(model, {i: text})[i] for i, text in enumerate(EIGHT)}

@@ -13,7 +13,7 @@ from tinyllm.hf import Packed, forward_packed, new_kv
 
 
 def serve(model: Any, kv: Any, texts: list[list[int]], n_new: int, budget: int) -> list[list[int]]:
-    """Greedy tokens of all texts, by forwards of up to ``budget`` tokens: prompts in chunks beside decode."""
+    """Greedy tokens of all texts, by forwards of up to ``budget`` tokens: chunks beside decode."""
     todo = {i: list(text) for i, text in enumerate(texts)}
     answers: list[list[int]] = [[] for _ in texts]
     for i in todo:

@@ -127,7 +127,7 @@ def test_functions_give_the_same_bits(state: str, dtype: torch.dtype) -> None:
         assert a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)
 
 
-# Of a default device transformers makes its own tensors, and denormals and threads change torch's bits.
+# On a default device transformers makes tensors; denormals and threads change torch's own bits.
 @pytest.mark.parametrize(
     "state", [s for s in STATES if not s.startswith(("default device", "denormals", "2 threads"))]
 )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A model that people use: SmolLM2-135M-Instruct, from the file that the demonstration fetches by hash."""
+"""A model that people use: SmolLM2-135M-Instruct, which the demonstration fetches by hash."""
 
 from __future__ import annotations
 

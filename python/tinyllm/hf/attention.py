@@ -74,7 +74,7 @@ def attention(
 
     Raises: ValueError and RuntimeError that say what to do; the errors of ``paged_attention``.
     """
-    cache = vars(key).pop(MARK, None)
+    cache = key.__dict__.pop(MARK, None)
     try:
         _refuse(module, (query, key, value), dropout, kwargs)
         scoring = Scoring(
@@ -101,7 +101,7 @@ def attention(
 
 
 def _refuse_another_depth(module: Any, n_layers: int) -> None:
-    """Raises ValueError for a model of more or fewer layers: of its forwards none would be whole."""
+    """Raises ValueError for a model of more or fewer layers: no forward of it would be whole."""
     depth = getattr(getattr(module, "config", None), "num_hidden_layers", n_layers)
     if depth != n_layers:
         raise ValueError(
@@ -160,10 +160,8 @@ def attend_given(
                     "has a window: use tinyllm.hf.PagedCache, where a window counts tokens"
                 )
             some = flat[places]  # of a slice a view
-            _over(
-                rows[places], key[s, None][:, :, keys], value[s, None][:, :, keys], len(mine), scoring,
-                some,
-            )  # fmt: skip
+            k, v = key[s, None][:, :, keys], value[s, None][:, :, keys]
+            _over(rows[places], k, v, len(mine), scoring, some)
             flat[places] = some
     return out
 
@@ -201,8 +199,8 @@ def seen_columns(mask: Tensor, n_batch: int, n_columns: int) -> Tensor:
     if mask.ndim != 2 or tuple(mask.shape) != (n_batch, n_columns):
         raise ValueError(
             f"tinyllm attention: attention_mask has shape {tuple(mask.shape)}, expected [B,T] = "
-            f"{(n_batch, n_columns)}; masks of pairs are not supported, and sequences packed into one "
-            "row go through tinyllm.hf.forward_packed"
+            f"{(n_batch, n_columns)}; masks of pairs are not supported, and sequences packed into "
+            "one row go through tinyllm.hf.forward_packed"
         )
     return mask.bool()
 
@@ -269,8 +267,9 @@ def _pattern(mask_function: Callable[..., Any]) -> str | None:
     name = getattr(mask_function, "__qualname__", "").split(".")[0]
     if name not in ("and_masks", "remap_positions_for_packed_sequence"):
         return None
-    parts = [part for value in inspect.getclosurevars(mask_function).nonlocals.values()
-             for part in (value if isinstance(value, tuple) else (value,)) if callable(part)]  # fmt: skip
+    values = inspect.getclosurevars(mask_function).nonlocals.values()
+    several = (value if isinstance(value, tuple) else (value,) for value in values)
+    parts = [part for some in several for part in some if callable(part)]
     if name == "and_masks" and len(parts) == 2:
         first, second = (getattr(part, "__qualname__", "").split(".")[0] for part in parts)
         if first == "sliding_window_overlay" and parts[1] is causal_mask_function:

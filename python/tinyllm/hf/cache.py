@@ -20,7 +20,7 @@ from transformers.masking_utils import create_causal_mask
 
 from tinyllm._check import integer
 from tinyllm.errors import ClosedError, OutOfBlocks
-from tinyllm.hf.attention import MARK, in_a_row, seen_columns
+from tinyllm.hf.attention import MARK, seen_columns
 from tinyllm.hf.config import layers_of
 from tinyllm.hf.rows import (
     Scoring,
@@ -28,6 +28,7 @@ from tinyllm.hf.rows import (
     Threads,
     as_stored,
     attend_sequences,
+    in_a_row,
     new_f32,
     rows_of,
 )
@@ -72,8 +73,8 @@ class _Past:
 
 @dataclass
 class _Step:
-    """One forward, the same for every layer. Of the sequences that bring tokens at all it says which
-    columns those are, and where their rows begin among the rows that count."""
+    """One forward, the same for every layer. Of the sequences that bring tokens at all it says
+    which columns those are, and where their rows begin among the rows that count."""
 
     before: _Past
     after: _Past
@@ -170,7 +171,8 @@ class PagedCache(Cache):  # type: ignore[misc]
 
     def _begin(self, n_layers: int, kv: PagedKVCache | None) -> None:
         self._lock = threading.RLock()
-        self._past, self._step = _Past(), None
+        self._past = _Past()
+        self._step: _Step | None = None
         self._unfinished = False  # the pool may hold more than ``_past`` says
         self._owned: list[int] = []  # every sequence begun here, before it is begun
         self._offered: tuple[int, int] | None = None  # layer and thread of keys nobody took yet
@@ -192,7 +194,7 @@ class PagedCache(Cache):  # type: ignore[misc]
 
     @property
     def n_columns(self) -> int:
-        """Columns that every layer holds; those of a forward count when it is through all layers."""
+        """Columns that every layer holds; those of a forward count when all layers have them."""
         return self._past.n_columns
 
     @property
@@ -238,20 +240,22 @@ class PagedCache(Cache):  # type: ignore[misc]
         if layer == offered[0] + 1 or len(self.layers) == 1:
             raise RuntimeError(
                 f"PagedCache: nobody took the keys of layer {offered[0]}: the model runs another "
-                "attention; tinyllm.hf.register() and model.set_attn_implementation('tinyllm') first"
+                "attention; tinyllm.hf.register() and then "
+                "model.set_attn_implementation('tinyllm') first"
             )
 
     def _refuse_fewer_layers(self, n_columns: int) -> None:
         """Raises RuntimeError for a token behind a first prompt that went through some layers only:
         it would be read without that prompt."""
         step, n_layers = self._step, len(self.layers)
-        if self._unfinished and step is not None and not self._past.n_columns:
-            if n_columns == 1 < step.n_columns and step.n_done:
-                raise RuntimeError(
-                    f"PagedCache: {step.n_columns} columns went through {step.n_done} of {n_layers} "
-                    "layers and are not kept: bring them again, reset() before another prompt, or "
-                    "set config.num_hidden_layers to the layers that the model has"
-                )
+        if not self._unfinished or step is None or self._past.n_columns or not step.n_done:
+            return
+        if n_columns == 1 < step.n_columns:
+            raise RuntimeError(
+                f"PagedCache: {step.n_columns} columns went through {step.n_done} of {n_layers} "
+                "layers and are not kept: bring them again, reset() before another prompt, or set "
+                "config.num_hidden_layers to the layers that the model has"
+            )
 
     def attend(
         self,
@@ -319,8 +323,8 @@ class PagedCache(Cache):  # type: ignore[misc]
         past = self._past
         if past.rows and len(past.rows) != n_batch:
             raise ValueError(
-                f"PagedCache: a forward of {n_batch} sequences, and the cache holds {len(past.rows)}: "
-                "reset() begins anew, batch_repeat_interleave(n) repeats each"
+                f"PagedCache: a forward of {n_batch} sequences, and the cache holds "
+                f"{len(past.rows)}: reset() begins anew, batch_repeat_interleave(n) repeats each"
             )
         seen = None if mask is None else mask.bool()
         if (begin := _begins_again(past, seen, n_columns, positions)) is not None:
@@ -383,7 +387,7 @@ class PagedCache(Cache):  # type: ignore[misc]
                 self._settle()
 
     def _settle(self) -> None:
-        """Between forwards the pool holds what ``_past`` says. Can be interrupted and begun again."""
+        """Makes the pool hold what ``_past`` says. Can be interrupted and begun again."""
         if self._unfinished:
             if self.kv is not None:
                 self._match(self.kv)
@@ -406,9 +410,10 @@ class PagedCache(Cache):  # type: ignore[misc]
         needed = sum(-(-n // kv.block_size) for n in held)
         return (
             f"PagedCache: {len(held)} sequences of up to {max(held)} positions take up to {needed} "
-            f"blocks of {kv.block_size}; the pool has {kv.num_blocks}, and {kv.num_free_blocks()} are "
-            "free. PagedCache(config, num_blocks=n): n is the sum of ceil(positions / block_size) of "
-            "all sequences at their longest, each beam being one. The cache is as before this forward"
+            f"blocks of {kv.block_size}; the pool has {kv.num_blocks}, and {kv.num_free_blocks()} "
+            "are free. PagedCache(config, num_blocks=n): n is the sum of ceil(positions / "
+            "block_size) of all sequences at their longest, each beam being one. The cache is as "
+            "before this forward"
         )
 
     # --- what generate() does to the whole cache
@@ -425,7 +430,7 @@ class PagedCache(Cache):  # type: ignore[misc]
                 self._become(self._past.first(keep))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Sequence i becomes what ``beam_idx[i]`` is: forks, which share blocks until they write."""
+        """Sequence i becomes what ``beam_idx[i]`` is: forks, which share blocks until written."""
         self._choose(beam_idx.tolist())
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -459,7 +464,7 @@ class PagedCache(Cache):  # type: ignore[misc]
         return past.chosen(rows, names)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
-        """A cache with the same content, in the same pool, sharing blocks: ``copy.deepcopy(cache)``."""
+        """A cache with the same content in the same pool, sharing blocks."""
         with self._lock:
             self._settle()
             twin: PagedCache = type(self).__new__(type(self))
@@ -473,8 +478,9 @@ class PagedCache(Cache):  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            "a PagedCache cannot be pickled, and copy.copy would share its sequences: copy.deepcopy "
-            "makes one that goes its own way, kv.export_seq gives the bytes of a sequence"
+            "a PagedCache cannot be pickled, and copy.copy would share its sequences: "
+            "copy.deepcopy makes one that goes its own way, kv.export_seq gives the bytes of a "
+            "sequence"
         )
 
     # --- lifetime
@@ -530,13 +536,13 @@ def _begins_again(
     past: _Past, seen: Tensor | None, n_columns: int, positions: Tensor | None
 ) -> int | None:
     """Where generate() goes on from a text that the cache holds to its end, or further: the column
-    that it begins at. With n columns of text and m >= n in the cache, it brings those from m - n on.
-    None for any other forward.
+    that it begins at. With n columns of text and m >= n in the cache it brings those from m - n
+    on. None for any other forward.
 
     Raises: ValueError for a mask too narrow for other reasons.
     """
     if seen is not None and seen.ndim == 2 and seen.shape[1] < past.n_columns + n_columns:
-        begin = seen.shape[1] - n_columns
+        begin = int(seen.shape[1]) - n_columns
         if begin >= 0 and positions is not None:
             wanted = (seen.cumsum(1) - 1)[:, begin:]
             if bool(((positions == wanted) | ~seen[:, begin:]).all()):
@@ -567,7 +573,8 @@ def _refuse_other_padding(past: _Past, seen: Tensor | None) -> None:
         else f"row {row} holds {held[row]} positions, and by attention_mask {told[row]}"
     )
     raise ValueError(
-        f"PagedCache: {what}: it covers all columns, old and new, and what was padding stays padding"
+        f"PagedCache: {what}: it covers all columns, old and new, and what was padding stays "
+        "padding"
     )
 
 

@@ -109,7 +109,10 @@ Change = tuple[str, Any, Callable[..., Any] | None]
 
 
 def _change(name: str, module: Any) -> Change | None:
-    """What is to be done to one module; None for nothing. Raises ValueError where nothing would help."""
+    """What is to be done to one module; None for nothing.
+
+    Raises: ValueError where nothing would help.
+    """
     kind = type(module).__name__
     if isinstance(module, (FixedTileLinear, nn.Embedding)) or "forward" in vars(module):
         return None
@@ -127,8 +130,8 @@ def _change(name: str, module: Any) -> Change | None:
     weights = [own for own, p in module.named_parameters(recurse=False) if p.dim() > 1]
     if weights:
         raise ValueError(
-            f"make_batch_invariant: {name} ({kind}) has weights of its own, {', '.join(weights)}, and their "
-            "products depend on the batch"
+            f"make_batch_invariant: {name} ({kind}) has weights of its own, {', '.join(weights)}, "
+            "and their products depend on the batch"
         )
     return (name, module, _activation) if type(module).__module__ in _ACTIVATIONS else None
 

@@ -95,15 +95,16 @@ class Packed:
         for seq_id, held in zip(self._seq_ids, self._held, strict=True):
             if (now := self._kv.seq_len(seq_id, layer)) != held:
                 raise ValueError(
-                    f"Packed: sequence {seq_id!r} holds {now} positions in layer {layer}, not {held} "
-                    "as when the batch was made; a batch serves one forward"
+                    f"Packed: sequence {seq_id!r} holds {now} positions in layer {layer}, not "
+                    f"{held} as when the batch was made; a batch serves one forward"
                 )
         k, v = as_stored(key)[0], as_stored(value)[0]
         for seq_id, begin, end in zip(self._seq_ids, self._starts, self._starts[1:], strict=False):
             self._kv.append(seq_id, layer, k[:, begin:end], v[:, begin:end])
         out = new_f32(1, n_rows, n_heads, width)
         attend_sequences(
-            self._kv, layer, self._seq_ids, self._starts, rows_of(query), scoring, self._threads, out[0]
+            self._kv, layer, self._seq_ids, self._starts, rows_of(query), scoring, self._threads,
+            out[0],
         )  # fmt: skip
         return out
 
