@@ -18,7 +18,7 @@ from tinyllm.attention import (
     paged_attention_decode,
     paged_attention_states,
 )
-from tinyllm.errors import AbiMismatch, ClosedError, OutOfBlocks, TlError
+from tinyllm.errors import AbiMismatch, ClosedError, ConcurrentUseError, OutOfBlocks, TlError
 from tinyllm.infer.paged import PagedKVCache
 from tinyllm.kv_view import KVView
 from tinyllm.modern.window import windowed_attention
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AbiMismatch",
     "ClosedError",
+    "ConcurrentUseError",
     "KVView",
     "OutOfBlocks",
     "PagedKVCache",
@@ -72,4 +73,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATER})
+    return sorted(__all__)

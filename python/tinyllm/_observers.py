@@ -29,7 +29,8 @@ OBSERVERS: Final[ContextVar[tuple[Observer, ...]]] = ContextVar("tinyllm.observe
 
 @contextmanager
 def observing(observer: Observer) -> Iterator[None]:
-    """``observer`` watches the calls that this context (thread, or asyncio task) makes in the block."""
+    """``observer`` watches the calls that this context (thread, or asyncio task) makes in the
+    block."""
     token = OBSERVERS.set((*OBSERVERS.get(), observer))
     try:
         yield

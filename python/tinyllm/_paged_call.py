@@ -1,29 +1,23 @@
 # SPDX-License-Identifier: MIT
-"""PagedCall: the checked arguments of one call over a KVView, and the struct that hands them to C."""
+"""PagedCall: the checked arguments of one call over a KVView, and the struct that C reads them
+from."""
 
 from __future__ import annotations
 
 import math
+from copy import copy
 from time import monotonic_ns
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tinyllm._check import (
-    F32,
-    INT64_MAX,
-    UINT32_MAX,
-    Tensor,
-    array,
-    as_array,
-    int32s,
-    integer,
-    packed,
-    shape,
-)
+from tinyllm._arrays import Tensor, as_array, floats, int32s, packed, shape, whole_rows, with_axes
+from tinyllm._check import INT64_MAX, UINT32_MAX, integer
 from tinyllm._observers import OBSERVERS, Observer
+from tinyllm._pieces import LONG, in_pieces, positions_seen
 from tinyllm.errors import TlError
+from tinyllm.ffi.handle import address_of, reading
 from tinyllm.ffi.libtinyllm import (
     PAGED_ATTN_ARGS_BYTES,
     TL_ATTN_SPLIT,
@@ -35,12 +29,11 @@ from tinyllm.ffi.libtinyllm import (
     i32_ptr,
     u32_ptr,
 )
-from tinyllm.kv_view import KVView, whole_rows
+from tinyllm.kv_view import KVView
 from tinyllm.threads import ThreadPool, handle_of
 
-_MOST_WORKSPACE = (
-    1 << 26
-)  # bytes: rows that need more are enough to keep every thread busy one by one
+# bytes: rows that need more are enough to keep every thread busy one by one
+_MOST_WORKSPACE = 1 << 26
 
 
 class PagedCall:
@@ -55,8 +48,26 @@ class PagedCall:
     """
 
     __slots__ = (
-        "alibi_slopes", "args", "begin_ns", "block_tables", "ctx_lens", "cu_seqlens_q", "end_ns", "fn", "kv",
-        "lib", "lse", "out", "q", "scale", "sink_logits", "softcap", "threads", "trace", "window",
+        "_room",
+        "alibi_slopes",
+        "args",
+        "begin_ns",
+        "block_tables",
+        "ctx_lens",
+        "cu_seqlens_q",
+        "end_ns",
+        "fn",
+        "kv",
+        "lib",
+        "lse",
+        "out",
+        "q",
+        "scale",
+        "sink_logits",
+        "softcap",
+        "threads",
+        "trace",
+        "window",
     )  # fmt: skip
     trace: Any
 
@@ -74,11 +85,12 @@ class PagedCall:
         alibi_slopes: Tensor | None,
         threads: int | ThreadPool | None,
     ) -> None:
-        """Raises what ``paged_attention`` says of these arguments; the tables' entries are not looked at."""
+        """Raises what ``paged_attention`` says of these arguments; the tables' entries are not
+        looked at."""
         if not isinstance(kv, KVView):
             raise TypeError(f"{fn}: kv must be a KVView, not {type(kv).__name__}")
         self.fn, self.kv, self.threads, self.lib = fn, kv, threads, kv._library()
-        self.q = q = whole_rows(array(fn, "q", as_array(fn, "q", q), F32, ndim=3))
+        self.q = q = whole_rows(floats(fn, "q", q, 3))
         n_rows, n_heads, width = q.shape
         dim_k = kv.head_dims[0]
         if width != dim_k:
@@ -102,19 +114,34 @@ class PagedCall:
     ) -> None:
         """Writes ``out`` [total_q,H,Dv], which may have strides, and ``lse`` [total_q,H].
 
-        Raises: ValueError for what the library refuses; ClosedError; TlError.
+        A long call that nobody watches is made in pieces; after an interrupt the rows of those that
+        are done are written.
+
+        Raises: ValueError for what the library refuses; ClosedError; ConcurrentUseError; TlError.
         """
         self.out, self.lse, self.sink_logits = out, lse, sink_logits
         observers = OBSERVERS.get()
-        with self.kv._owner, handle_of(self.fn, self.threads, self.lib) as tp:
-            args = self.args = self._arguments(tp, out, lse, sink_logits)
-            room = self._workspace() if tp else None
-            if room is not None:
-                args.workspace, args.workspace_bytes = room.ctypes.data, room.nbytes
+        workers = handle_of(self.fn, self.threads, self.lib)
+        with self.kv.reading(), reading(workers):
+            tp = address_of(workers)
             if observers:
+                self._set_up(tp)
                 self._watched(observers)
+            elif self._is_long() and self._can_be_cut(out):
+                in_pieces(self._work(), lambda begin, end: self._piece(begin, end)._run(tp))
             else:
-                obey(self.fn, self.lib.tl_paged_attn_f32, args)
+                self._run(tp)
+
+    def _run(self, tp: int | None) -> None:
+        self._set_up(tp)
+        obey(self.fn, self.lib.tl_paged_attn_f32, self.args)
+
+    def _set_up(self, tp: int | None) -> None:
+        args = self.args = self._arguments(tp, self.out, self.lse, self.sink_logits)
+        room = self._workspace() if tp else None
+        if room is not None:
+            args.workspace, args.workspace_bytes = room.ctypes.data, room.nbytes
+            self._room = room
 
     def _watched(self, observers: tuple[Observer, ...]) -> None:
         self.trace = None
@@ -128,8 +155,9 @@ class PagedCall:
 
     def states(self, first_split: int, n_splits: int, states: NDArray[np.float32]) -> None:
         """Writes ``states`` [total_q,H,n_splits,2+Dv], contiguous. Raises as ``attend``."""
-        with self.kv._owner, handle_of(self.fn, self.threads, self.lib) as tp:
-            args = self._arguments(tp, None, None, None)
+        workers = handle_of(self.fn, self.threads, self.lib)
+        with self.kv.reading(), reading(workers):
+            args = self._arguments(address_of(workers), None, None, None)
             obey(
                 self.fn,
                 self.lib.tl_paged_attn_states_f32,
@@ -138,6 +166,67 @@ class PagedCall:
                 n_splits,
                 f32_ptr(states),
             )
+
+    # --- pieces of a long call
+    # -------------------------------------------------------------------------------------------
+
+    def _is_long(self) -> bool:
+        most = self.block_tables.shape[1] * self.kv.block_size
+        return bool(self.q.size * most > LONG and self._work().sum() > LONG)
+
+    def _rows_of(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Where the rows of each sequence begin, and the number of all; and how many it has."""
+        starts = self.cu_seqlens_q
+        begins = np.arange(len(self.q) + 1) if starts is None else starts.astype(np.int64)
+        return begins, np.diff(begins)
+
+    def _work(self) -> NDArray[np.int64]:
+        """What each row costs."""
+        begins, counts = self._rows_of()
+        first = self.ctx_lens - counts - begins[:-1]  # position of a row minus its number
+        position = np.repeat(first, counts.clip(min=0)) + np.arange(counts.clip(min=0).sum())
+        return positions_seen(position, INT64_MAX, self.window).clip(min=1) * self.q[:1].size
+
+    def _can_be_cut(self, out: NDArray[np.float32]) -> bool:
+        """Whether no piece can be refused when others are done. Where there is a doubt the library
+        gets the whole call, and says what is wrong with it before it begins."""
+        begins, counts = self._rows_of()
+        b, last = self.kv.block_size, self.ctx_lens.astype(np.int64) - 1
+        first = (last - counts + 1 - self.window + 1).clip(min=0) if self.window > 0 else 0 * last
+        entry = np.arange(self.block_tables.shape[1])
+        needed = (entry >= (first // b)[:, None]) & (entry <= (last // b)[:, None])
+        needed[counts == 0] = False
+        inputs = (
+            self.q, self.block_tables, self.ctx_lens, self.cu_seqlens_q, self.alibi_slopes,
+            self.sink_logits, *self.kv.arrays(),
+        )  # fmt: skip
+        return bool(
+            begins[0] == 0
+            and (counts >= 0).all()
+            and (last + 1 >= np.maximum(counts, self.cu_seqlens_q is None)).all()
+            and (last < b * len(entry)).all()
+            and (self.block_tables[needed] < self.kv.num_blocks).all()
+            and not any(np.may_share_memory(out, a) for a in inputs if a is not None)
+        )
+
+    def _piece(self, begin: int, end: int) -> PagedCall:
+        """The call for rows ``begin`` .. ``end`` - 1."""
+        begins, _ = self._rows_of()
+        low = int(np.searchsorted(begins, begin, "left"))
+        low -= int(begins[low] != begin)
+        high = int(np.searchsorted(begins, end, "left"))
+        part = copy(self)
+        if self.cu_seqlens_q is not None:
+            starts = begins[low : high + 1].clip(begin, end)
+            behind = begins[low + 1 : high + 1] - starts[1:]  # rows of later pieces
+            part.cu_seqlens_q = (starts - begin).astype(np.int32)
+            part.ctx_lens = (self.ctx_lens[low:high] - behind).astype(np.int32)
+        else:
+            part.ctx_lens = self.ctx_lens[low:high]
+        part.block_tables = self.block_tables[low:high]
+        part.q, part.out = self.q[begin:end], self.out[begin:end]
+        part.lse = None if self.lse is None else self.lse[begin:end]
+        return part
 
     def _arguments(
         self,
@@ -151,9 +240,10 @@ class PagedCall:
         out_token, out_head = (0, 0) if out is None else out.strides[:2]
         return PagedAttnArgs(
             PAGED_ATTN_ARGS_BYTES, self.kv._pointer, f32_ptr(q), f32_ptr(out), f32_ptr(lse),
-            q_token // 4, q_head // 4, out_token // 4, out_head // 4, len(self.ctx_lens), q.shape[1],
-            i32_ptr(self.cu_seqlens_q), i32_ptr(self.ctx_lens), u32_ptr(tables), tables.shape[1], self.window,
-            f32_ptr(self.alibi_slopes), f32_ptr(sink_logits), self.scale, self.softcap, tp,
+            q_token // 4, q_head // 4, out_token // 4, out_head // 4, len(self.ctx_lens),
+            q.shape[1], i32_ptr(self.cu_seqlens_q), i32_ptr(self.ctx_lens), u32_ptr(tables),
+            tables.shape[1], self.window, f32_ptr(self.alibi_slopes), f32_ptr(sink_logits),
+            self.scale, self.softcap, tp,
         )  # fmt: skip
 
     def _workspace(self) -> NDArray[np.uint8] | None:
@@ -170,7 +260,7 @@ def obey(fn: str, function: Function, *args: Any) -> None:
         function(*args)
     except TlError as error:
         if error.status in (TL_EINVAL, TL_ESHAPE):
-            raise ValueError(f"{fn}: {error.message}") from error
+            raise ValueError(f"{fn}: {error.reason}") from error
         raise
 
 
@@ -189,7 +279,7 @@ def scale_of(fn: str, scale: Any, width: int) -> float:
 def per_head(fn: str, name: str, values: Any, n_heads: int) -> NDArray[np.float32] | None:
     if values is None:
         return None
-    a = array(fn, name, as_array(fn, name, values), F32, ndim=1)
+    a = floats(fn, name, values, 1)
     shape(fn, name, a, (n_heads,), "[H]")
     return packed(a)
 
@@ -203,7 +293,7 @@ def _cap(fn: str, softcap: Any) -> float:
         return 0.0
     if not _is_number(softcap):
         raise TypeError(f"{fn}: softcap must be a number, not {softcap!r}")
-    with np.errstate(over="ignore"):
+    with np.errstate(all="ignore"):
         cap = float(np.float32(softcap))
     if not 0 <= cap < math.inf or (cap == 0 and softcap != 0):
         raise ValueError(f"{fn}: softcap must be 0 or a positive float32, not {softcap!r}")
@@ -226,25 +316,23 @@ def _starts(fn: str, cu_seqlens_q: Any, n_batch: int, n_rows: int) -> NDArray[np
 def _tables(fn: str, tables: Any, n_batch: int) -> NDArray[np.uint32]:
     """The tables as uint32 [B, n >= 1]; what they do not have, or is negative, names no block."""
     if isinstance(tables, (list, tuple)):
-        rows = [
-            _block_ids(fn, f"block_tables[{s}]", np.asarray(row), 1) for s, row in enumerate(tables)
-        ]
+        rows = [_block_ids(fn, f"block_tables[{s}]", row, 1) for s, row in enumerate(tables)]
         padded = np.full((len(rows), max([1, *map(len, rows)])), UINT32_MAX, np.uint32)
         for line, row in zip(padded, rows, strict=True):
             line[: len(row)] = row
         ids = padded
     else:
-        ids = packed(_block_ids(fn, "block_tables", as_array(fn, "block_tables", tables), 2))
+        ids = packed(_block_ids(fn, "block_tables", tables, 2))
     if len(ids) != n_batch:
         raise ValueError(f"{fn}: block_tables has {len(ids)} tables for {n_batch} sequences")
     return ids if ids.shape[1] else np.full((n_batch, 1), UINT32_MAX, np.uint32)
 
 
-def _block_ids(fn: str, name: str, ids: NDArray[Any], ndim: int) -> NDArray[np.uint32]:
-    if ids.ndim != ndim:
-        raise ValueError(f"{fn}: {name} must have {ndim} axes, its shape is {ids.shape}")
+def _block_ids(fn: str, name: str, value: Any, ndim: int) -> NDArray[np.uint32]:
+    ids, element = as_array(fn, name, value)
+    with_axes(fn, name, ids, ndim)
     if ids.dtype.kind not in "iu" and ids.size:
-        raise TypeError(f"{fn}: {name} must be integers, not {ids.dtype.name}")
+        raise TypeError(f"{fn}: {name} must be integers, not {element}")
     if ids.dtype.isnative and ids.dtype.itemsize == 4 and ids.size:
         return ids.view(np.uint32)  # of int32 a negative entry is beyond any number of blocks
     if ids.size and ids.max() > UINT32_MAX:

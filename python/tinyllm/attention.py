@@ -14,12 +14,15 @@ from typing import Any, Literal, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from tinyllm._check import F32, INT64_MAX, Tensor, array, as_array, integer, packed, shape
+from tinyllm._arrays import Tensor, floats, output, packed, shape, whole_rows
+from tinyllm._check import INT64_MAX, integer
 from tinyllm._observers import OBSERVERS
 from tinyllm._paged_call import PagedCall, obey, per_head, scale_of, window_of
+from tinyllm._pieces import LONG, in_pieces, positions_seen
+from tinyllm.ffi.handle import address_of, reading
 from tinyllm.ffi.libtinyllm import AttnPart, f32_ptr, load
-from tinyllm.infer.paged import PagedKVCache
-from tinyllm.kv_view import KVView, whole_rows
+from tinyllm.infer.paged import PagedKVCache, ids_in_order
+from tinyllm.kv_view import KVView
 from tinyllm.threads import ThreadPool, handle_of
 
 __all__ = [
@@ -34,7 +37,7 @@ _STATES = "[total_q,H,n_splits,2+Dv]"
 
 
 def paged_attention_decode(
-    q: NDArray[np.float32],
+    q: Tensor,
     cache: PagedKVCache,
     seq_ids: Sequence[Hashable],
     layer: int,
@@ -42,12 +45,12 @@ def paged_attention_decode(
     scale: float | None = None,
     window: int | None = 0,
     threads: int | ThreadPool | None = None,
-    out: NDArray[np.float32] | None = None,
+    out: Tensor | None = None,
 ) -> NDArray[np.float32]:
     """Attention of one new token per sequence over what ``layer`` of ``cache`` holds, the token
     included.
 
-    q: float32 [B,H,D], one row per entry of ``seq_ids``; copied only where it is not C-contiguous.
+    q: [B,H,D], one row per entry of ``seq_ids``; copied only where it is not C-contiguous float32.
     H is a multiple of the cache's KV heads; query head h reads KV head h // (H // n_kv_heads).
     scale: what dot products are multiplied by, rounded to float32; None is D ** -0.5.
     window: how many of the last positions are seen, the newest included; 0 or less, or None, is
@@ -57,53 +60,55 @@ def paged_attention_decode(
     out: C-contiguous float32 [B,H,D] that does not overlap q, written and returned; None makes a
     new one.
 
-    Raises: TypeError for a wrong type or dtype; ValueError for a wrong shape, layer or count, or a
-    sequence that holds nothing in ``layer`` or lacks positions the window sees (``trim_front``);
+    Arrays are numpy's, tensors that give their memory by DLPack (bfloat16 too) or the buffer
+    protocol, or lists. What is not float32 is converted once.
+
+    Raises: TypeError for a wrong type; ValueError for a wrong shape, layer or count, or a sequence
+    that holds nothing in ``layer`` or lacks positions the window sees (``trim_front``);
     OverflowError or ValueError for an integer out of range; KeyError for an unknown sequence;
-    ClosedError; TlError (``TL_EUNSUPPORTED`` where TINYLLM_ISA names what is not here). ``out`` is
-    then untouched.
+    ClosedError; ConcurrentUseError; TlError (``TL_EUNSUPPORTED`` where TINYLLM_ISA names what is
+    not here). ``out`` is then untouched. After KeyboardInterrupt some rows of it may be written.
     """
     fn = "paged_attention_decode"
     if not isinstance(cache, PagedKVCache):
         raise TypeError(f"{fn}: cache must be a PagedKVCache, not {type(cache).__name__}")
     lib = cache.lib
-    with cache._handle as kv:
-        array(fn, "q", q, F32, ndim=3)
-        n_batch, n_heads, width = q.shape
-        if width != cache.d_head or n_heads < 1 or n_heads % cache.n_kv_heads:
-            raise ValueError(
-                f"{fn}: q has shape {q.shape}, expected [B,H,D] with H a multiple of {cache.n_kv_heads} "
-                f"and D = {cache.d_head}"
-            )
-        if len(seq_ids) != n_batch:
-            raise ValueError(f"{fn}: q has {n_batch} rows for {len(seq_ids)} sequences")
-        layer = cache._layer(fn, layer)
-        window = window_of(fn, window)
-        factor = scale_of(fn, scale, width)
-        q = packed(q)
-        out = np.empty(q.shape, np.float32) if out is None else _output(fn, out, q.shape, "[B,H,D]")
-        if np.may_share_memory(q, out):
-            raise ValueError(f"{fn}: out overlaps q")
-        workers = handle_of(fn, threads, lib)
-        if n_batch == 0:
-            return out
-        batch = cache._borrow(fn, seq_ids, layer, window)
-        if OBSERVERS.get():  # they watch the other call, which gives the same bits
-            view, tables, lengths = (
-                cache.view(layer),
-                batch.table[:n_batch],
-                batch.lengths[:n_batch],
-            )
-            call = PagedCall(fn, q, view, tables, lengths, None, factor, window, 0, None, threads)
-            call.attend(out, None, None)
-            return out
-        with workers as tp:
-            lib.tl_paged_attn_decode_f32(
-                f32_ptr(q), kv, layer, batch.table_ptr, batch.width, batch.lengths_ptr, f32_ptr(out),
-                n_batch, n_heads, cache.n_kv_heads, width, factor, window, tp,
-            )  # fmt: skip
-        cache._spare.append(batch)
-        return out
+    q = packed(floats(fn, "q", q, 3))
+    n_batch, n_heads, width = q.shape
+    if width != cache.d_head or n_heads < 1 or n_heads % cache.n_kv_heads:
+        raise ValueError(
+            f"{fn}: q has shape {q.shape}, expected [B,H,D] with H a multiple of "
+            f"{cache.n_kv_heads} and D = {cache.d_head}"
+        )
+    seq_ids = ids_in_order(fn, seq_ids)
+    if len(seq_ids) != n_batch:
+        raise ValueError(f"{fn}: q has {n_batch} rows for {len(seq_ids)} sequences")
+    layer = cache._layer(fn, layer)
+    window = window_of(fn, window)
+    factor = scale_of(fn, scale, width)
+    given = out
+    out = np.empty(q.shape, np.float32) if out is None else _packed_output(fn, out, q.shape)
+    if np.may_share_memory(q, out):
+        raise ValueError(f"{fn}: out overlaps q")
+    workers = handle_of(fn, threads, lib)
+    with cache._handle.read():
+        if n_batch:
+            with cache._batch(fn, seq_ids, layer, window) as batch:
+                most = batch.width * cache.block_size
+                if OBSERVERS.get() or q.size * most > LONG:
+                    # The general call gives the same bits, is watched, and is cut where it is long.
+                    view, tables = cache.view(layer), batch.tables
+                    PagedCall(
+                        fn, q, view, tables, batch.lengths, None, factor, window, 0, None, threads
+                    ).attend(out, None, None)
+                else:
+                    with reading(workers):
+                        lib.tl_paged_attn_decode_f32(
+                            f32_ptr(q), cache._handle.address, layer, batch.tables_ptr, batch.width,
+                            batch.lengths_ptr, f32_ptr(out), n_batch, n_heads, cache.n_kv_heads,
+                            width, factor, window, address_of(workers),
+                        )  # fmt: skip
+    return out if given is None else given
 
 
 @overload
@@ -164,8 +169,8 @@ def paged_attention(
     check of a draft, or all of them in one call. out [total_q,H,Dv], with ``return_lse`` also lse
     [total_q,H] (natural logarithm).
 
-    q: float32 [total_q,H,Dk], copied only where its last axis is not contiguous. H is a multiple of
-    the view's KV heads; query head h reads KV head h // (H // n_kv_heads).
+    q: [total_q,H,Dk], copied only where it is not float32 with a contiguous last axis. H is a
+    multiple of the view's KV heads; query head h reads KV head h // (H // n_kv_heads).
     block_tables: integers [B,n], or one sequence of integers for each sequence; position j is slot
     j % b of block table[j // b]. What no visible position needs may be anything; a negative entry
     names no block.
@@ -175,18 +180,22 @@ def paged_attention(
     to cu_seqlens_q[s+1], the last of them at position ctx_lens[s] - 1. None: one row each.
     scale, window, threads: as for paged_attention_decode, the scale of Dk.
     softcap: where it is above 0 a score s becomes softcap * tanh(s / softcap).
-    alibi_slopes: float32 [H], times key position minus row position is added to the score, after
+    alibi_slopes: [H], times key position minus row position is added to the score, after
     the cap.
-    sink_logits: float32 [H], joins the denominator once per head.
+    sink_logits: [H], joins the denominator once per head.
     out: float32 [total_q,H,Dv] whose last axis is contiguous, written and returned; None makes a
-    new one.
+    new one. Where it is no numpy array, numpy 2.2.5 or newer can write to it.
 
-    Arrays may be numpy's, or what gives its memory by DLPack or the buffer protocol.
+    Arrays are numpy's, tensors that give their memory by DLPack (bfloat16 too) or the buffer
+    protocol, or lists. What is not of the type named is converted once.
+    A call that takes longer than about a second is made in pieces, rows from the first to the last,
+    so that an interrupt is heard between them; the rows of those that are done are then written,
+    the others untouched.
 
-    Raises: TypeError for a wrong type or dtype; ValueError for a wrong shape, an integer out of
-    range, lengths that do not fit each other or their tables, a table entry that is needed and
-    names no block, or an ``out`` that overlaps something; ClosedError; TlError
-    (``TL_EUNSUPPORTED``). ``out`` is then untouched.
+    Raises: TypeError for a wrong type; ValueError for a wrong shape, an integer out of range,
+    lengths that do not fit each other or their tables, a table entry that is needed and names no
+    block, or an ``out`` that overlaps something; ClosedError; ConcurrentUseError while somebody
+    writes to the view's cache; TlError (``TL_EUNSUPPORTED``). ``out`` is then untouched.
     """
     fn = "paged_attention"
     call = PagedCall(
@@ -263,9 +272,10 @@ def paged_attention_states(
     n_splits = integer(fn, "n_splits", n_splits, 1, INT64_MAX - first_split)
     n_rows, n_heads, _ = call.q.shape
     wanted = (n_rows, n_heads, n_splits, 2 + kv.head_dims[1])
-    out = np.empty(wanted, np.float32) if out is None else _output(fn, out, wanted, _STATES)
+    given = out
+    out = np.empty(wanted, np.float32) if out is None else _packed_output(fn, out, wanted, _STATES)
     call.states(first_split, n_splits, out)
-    return out
+    return out if given is None else given
 
 
 @overload
@@ -299,7 +309,7 @@ def merge_states(
     lse [total_q,H]; bit for bit what one call of ``paged_attention`` gives, however the splits were
     divided.
 
-    parts: (states, first_split) in rising order, float32 [total_q,H,n_splits,2+Dv] as
+    parts: (states, first_split) in rising order, [total_q,H,n_splits,2+Dv] as
     ``paged_attention_states`` gives them, copied only where they are not C-contiguous. Together
     they hold split 0 up to some last one, each once; splits behind the last that any row sees may
     be missing.
@@ -323,25 +333,26 @@ def merge_states(
     lse = np.empty((n_rows, n_heads), np.float32) if return_lse else None
     table = (AttnPart * len(held))(*[AttnPart(f32_ptr(a), first, a.shape[2]) for a, first in held])
     lib = threads._lib if isinstance(threads, ThreadPool) else load()
-    with handle_of(fn, threads, lib) as tp:
+    workers = handle_of(fn, threads, lib)
+    with reading(workers):
         obey(
             fn, lib.tl_attn_merge_f32, table, len(held), n_rows * n_heads, n_heads, width - 2,
-            f32_ptr(sinks), f32_ptr(out), f32_ptr(lse), tp,
+            f32_ptr(sinks), f32_ptr(out), f32_ptr(lse), address_of(workers),
         )  # fmt: skip
     return out if lse is None else (out, lse)
 
 
 @overload
 def flash_attention(
-    q: NDArray[np.float32],
-    k: NDArray[np.float32],
-    v: NDArray[np.float32],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     *,
     scale: float | None = None,
     causal: bool = True,
     q_offset: int = 0,
     window: int | None = 0,
-    sink_logits: NDArray[np.float32] | None = None,
+    sink_logits: Tensor | None = None,
     return_lse: Literal[False] = False,
     threads: int | ThreadPool | None = None,
 ) -> NDArray[np.float32]: ...
@@ -349,95 +360,103 @@ def flash_attention(
 
 @overload
 def flash_attention(
-    q: NDArray[np.float32],
-    k: NDArray[np.float32],
-    v: NDArray[np.float32],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     *,
     scale: float | None = None,
     causal: bool = True,
     q_offset: int = 0,
     window: int | None = 0,
-    sink_logits: NDArray[np.float32] | None = None,
+    sink_logits: Tensor | None = None,
     return_lse: Literal[True],
     threads: int | ThreadPool | None = None,
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]: ...
 
 
 def flash_attention(
-    q: NDArray[np.float32],
-    k: NDArray[np.float32],
-    v: NDArray[np.float32],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     *,
     scale: float | None = None,
     causal: bool = True,
     q_offset: int = 0,
     window: int | None = 0,
-    sink_logits: NDArray[np.float32] | None = None,
+    sink_logits: Tensor | None = None,
     return_lse: bool = False,
     threads: int | ThreadPool | None = None,
 ) -> NDArray[np.float32] | tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Attention over contiguous keys and values: out [B,H,Tq,D], with ``return_lse`` also lse
     [B,H,Tq] (natural logarithm).
 
-    q: float32 [B,H,Tq,D], row i at position q_offset + i. k, v: float32 [B,Hkv,Tk,D], key j at
-    position j.
-    Each is copied only where it is not C-contiguous. Row p sees key j when (not causal or j <= p)
-    and (window <= 0 or j > p - window). sink_logits: float32 [H], joins the denominator once per
+    q: [B,H,Tq,D], row i at position q_offset + i. k, v: [B,Hkv,Tk,D], key j at position j.
+    Each is copied only where it is not C-contiguous float32. Row p sees key j when (not causal or
+    j <= p) and (window <= 0 or j > p - window). sink_logits: [H], joins the denominator once per
     head. A row that sees nothing is zeros with lse -inf, or the sink.
-    scale, threads: as for paged_attention_decode.
+    scale, threads: as for paged_attention_decode; arrays, and long calls, as for paged_attention.
 
-    Raises: TypeError for a wrong type or dtype; ValueError for shapes that disagree or an integer
-    out of range; ClosedError; TlError.
+    Raises: TypeError for a wrong type; ValueError for shapes that disagree or an integer out of
+    range; ClosedError; TlError.
     """
     fn = "flash_attention"
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        array(fn, name, tensor, F32, ndim=4)
+    q, k, v = (packed(floats(fn, name, a, 4)) for name, a in (("q", q), ("k", k), ("v", v)))
     n_batch, n_heads, n_rows, width = q.shape
     n_kv, n_keys = k.shape[1:3]
     shape(fn, "k", k, (n_batch, n_kv, n_keys, width), "[B,Hkv,Tk,D]")
     shape(fn, "v", v, (n_batch, n_kv, n_keys, width), "[B,Hkv,Tk,D]")
     if n_heads and (n_kv < 1 or n_heads % n_kv):
         raise ValueError(f"{fn}: {n_heads} query heads do not divide into {n_kv} KV heads")
-    if sink_logits is not None:
-        array(fn, "sink_logits", sink_logits, F32, ndim=1)
-        shape(fn, "sink_logits", sink_logits, (n_heads,), "[H]")
-        sink_logits = packed(sink_logits)
+    sinks = per_head(fn, "sink_logits", sink_logits, n_heads)
     q_offset = integer(fn, "q_offset", q_offset, 0, INT64_MAX - n_rows)
     window = window_of(fn, window)
     factor = scale_of(fn, scale, width)
-    q, k, v = packed(q), packed(k), packed(v)
     out = np.empty(q.shape, np.float32)
     lse = np.empty(q.shape[:3], np.float32) if return_lse else None
     lib = threads._lib if isinstance(threads, ThreadPool) else load()
-    with handle_of(fn, threads, lib) as tp:
+    workers = handle_of(fn, threads, lib)
+
+    def run(q: Any, out: Any, lse: Any, offset: int) -> None:
         lib.tl_flash_attn_fwd_f32(
             f32_ptr(q), f32_ptr(k), f32_ptr(v), f32_ptr(out), f32_ptr(lse),
-            n_batch, n_heads, n_kv, n_rows, n_keys, width, factor,
-            q_offset, bool(causal), window, f32_ptr(sink_logits), 0, 0, None, tp,
+            n_batch, n_heads, n_kv, q.shape[2], n_keys, width, factor,
+            offset, bool(causal), window, f32_ptr(sinks), 0, 0, None, address_of(workers),
         )  # fmt: skip
+
+    def run_rows(begin: int, end: int) -> None:
+        part = np.ascontiguousarray(q[:, :, begin:end])
+        done = np.empty_like(part)
+        sums = None if lse is None else np.empty(part.shape[:3], np.float32)
+        run(part, done, sums, q_offset + begin)
+        out[:, :, begin:end] = done
+        if lse is not None:
+            lse[:, :, begin:end] = sums
+
+    with reading(workers):
+        if q.size * n_keys <= LONG:
+            run(q, out, lse, q_offset)
+        else:
+            rows = np.arange(n_rows) + min(q_offset, n_keys)
+            seen = positions_seen(rows, n_keys, window, causal)
+            in_pieces(seen * q[:, :, :1].size, run_rows)
     return out if lse is None else (out, lse)
 
 
-def _output(fn: str, out: Any, wanted: tuple[int, ...], axes: str) -> NDArray[np.float32]:
-    """``out`` itself, which C can write from end to end."""
-    array(fn, "out", out, F32, ndim=len(wanted))
-    shape(fn, "out", out, wanted, axes)
-    flags = out.flags
-    if not (flags.c_contiguous and flags.aligned and flags.writeable):
-        raise ValueError(
-            f"{fn}: out must be C-contiguous, aligned and writable; its strides are {out.strides}"
-        )
-    return out  # type: ignore[no-any-return]
+def _packed_output(
+    fn: str, out: Tensor, wanted: tuple[int, ...], axes: str = "[B,H,D]"
+) -> NDArray[np.float32]:
+    """The memory of ``out``, which C can write from end to end."""
+    a = output(fn, out, wanted, axes)
+    if not a.flags.c_contiguous:
+        raise ValueError(f"{fn}: out must be C-contiguous; its strides are {a.strides}")
+    return a
 
 
-def _target(fn: str, out: Any, wanted: tuple[int, ...]) -> NDArray[np.float32]:
-    """The memory of ``out`` as an array that a kernel can write by strides."""
-    a = array(fn, "out", as_array(fn, "out", out), F32, ndim=3)
-    shape(fn, "out", a, wanted, "[total_q,H,Dv]")
-    if whole_rows(a) is not a or not a.flags.writeable:
-        raise ValueError(
-            f"{fn}: out must be aligned and writable, its last axis contiguous; its strides are {a.strides}"
-        )
+def _target(fn: str, out: Tensor, wanted: tuple[int, ...]) -> NDArray[np.float32]:
+    """The memory of ``out``, which a kernel can write by strides."""
+    a = output(fn, out, wanted, "[total_q,H,Dv]")
+    if whole_rows(a) is not a:
+        raise ValueError(f"{fn}: out must have a contiguous last axis; its strides are {a.strides}")
     return a
 
 
@@ -448,5 +467,5 @@ def _part(fn: str, i: int, part: Any) -> tuple[NDArray[np.float32], int]:
             f"{fn}: parts[{i}] must be (states, first_split), not {type(part).__name__}"
         )
     states, first = part
-    array(fn, f"parts[{i}][0]", states, F32, ndim=4)
-    return packed(states), integer(fn, f"parts[{i}][1]", first, 0, INT64_MAX)
+    states = packed(floats(fn, f"parts[{i}][0]", states, 4))
+    return states, integer(fn, f"parts[{i}][1]", first, 0, INT64_MAX)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["AbiMismatch", "ClosedError", "OutOfBlocks", "TlError"]
+__all__ = ["AbiMismatch", "ClosedError", "ConcurrentUseError", "OutOfBlocks", "TlError"]
 
 
 class TlError(RuntimeError):
@@ -19,10 +19,13 @@ class TlError(RuntimeError):
     """
 
     def __init__(self, fn: str, status: int, name: str, message: str) -> None:
-        super().__init__(
-            fn, status, name, message
-        )  # all four, so that the exception can be pickled
+        super().__init__(fn, status, name, message)  # all four, so that it can be pickled
         self.fn, self.status, self.name, self.message = fn, status, name, message
+
+    @property
+    def reason(self) -> str:
+        """The message without the function at its head, for callers that name themselves."""
+        return self.message.removeprefix(f"{self.fn}: ")
 
     def __str__(self) -> str:
         return f"{self.name} ({self.status}): {self.message or self.fn}"
@@ -40,7 +43,10 @@ class AbiMismatch(RuntimeError):
 
     def __str__(self) -> str:
         what_next = self.what_next or "`make` in a checkout rebuilds it"
-        return f"{self.path} has ABI version {self.found}, this package needs {self.expected}. {what_next}"
+        return (
+            f"{self.path} has ABI version {self.found}, this package needs {self.expected}. "
+            f"{what_next}"
+        )
 
 
 class OutOfBlocks(RuntimeError):
@@ -49,3 +55,8 @@ class OutOfBlocks(RuntimeError):
 
 class ClosedError(RuntimeError):
     """The object was closed before the call."""
+
+
+class ConcurrentUseError(RuntimeError):
+    """A call would write while another call reads or writes, or read while one writes. Nothing was
+    changed; who wants to wait has a lock of his own around the calls."""

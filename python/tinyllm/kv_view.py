@@ -6,14 +6,27 @@ A view owns no block: it says how memory is cut, keeps that memory alive, and is
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tinyllm._check import I64, INT32_MAX, INT64_MAX, Tensor, as_array, integers
+from tinyllm._arrays import (
+    BF16,
+    Tensor,
+    as_array,
+    as_f32,
+    as_f32_for_f16,
+    integers,
+    shape,
+    whole_rows,
+    with_axes,
+)
+from tinyllm._check import I64, INT32_MAX, INT64_MAX
+from tinyllm._not_copied import NotCopied
 from tinyllm.errors import TlError
+from tinyllm.ffi.handle import Handle, reading
 from tinyllm.ffi.libtinyllm import (
     TL_BF16,
     TL_EINVAL,
@@ -29,14 +42,14 @@ from tinyllm.ffi.libtinyllm import (
 
 __all__ = ["KVView"]
 
-_CODES: Final = {"float32": TL_F32, "float16": TL_F16, "bfloat16": TL_BF16}
+_CODES: Final = {"float32": TL_F32, "float16": TL_F16, BF16: TL_BF16}
 _LAYOUTS: Final = {
     "HND": (0, 2, 1, 3),
     "NHD": (0, 1, 2, 3),
 }  # where blocks, slots, heads and elements stand
 
 
-class KVView:
+class KVView(NotCopied):
     """K and V of one layer in blocks, as ``paged_attention`` reads them; made by
     ``KVView.from_arrays`` or ``PagedKVCache.view``.
 
@@ -47,15 +60,9 @@ class KVView:
     """
 
     __slots__ = (
-        "_keep",
-        "_lib",
-        "_owner",
-        "_pointer",
-        "_struct",
-        "_writable",
-        "dtype",
-        "head_dims",
-    )
+        "_keep", "_lib", "_owner", "_pointer", "_struct", "_writable", "dtype", "head_dims",
+    )  # fmt: skip
+    _instead = "make another over the same memory, by KVView.from_arrays or PagedKVCache.view"
 
     def __init__(
         self,
@@ -63,19 +70,13 @@ class KVView:
         dtype: str,
         keep: object,
         *,
-        owner: AbstractContextManager[Any] | None = None,
+        owner: Handle | None = None,
         lib: Lib | None = None,
         writable: bool = False,
     ) -> None:
-        """For the two that make views. ``owner`` is entered around every call that reads the memory."""
-        self._struct, self.dtype, self._keep, self._lib, self._writable = (
-            struct,
-            dtype,
-            keep,
-            lib,
-            writable,
-        )
-        self._owner: AbstractContextManager[Any] = nullcontext() if owner is None else owner
+        """For the two that make views. ``owner``, if any, is read from in every call."""
+        self._struct, self.dtype, self._keep = struct, dtype, keep
+        self._owner, self._lib, self._writable = owner, lib, writable
         self._pointer = struct_ptr(struct)
         self.head_dims: tuple[int, int] = (struct.head_dim_k, struct.head_dim_v)
 
@@ -92,11 +93,12 @@ class KVView:
         """The view of two arrays, read where they are: nothing is copied.
 
         k: [blocks, Hkv, b, Dk] in the layout "HND", [blocks, b, Hkv, Dk] in "NHD"; v: the same with
-        Dv. Numpy arrays, or what gives its memory by DLPack or the buffer protocol; no stride
-        negative, the last axis contiguous. Contiguous K and V [B,Hkv,T,D] are B blocks of T
-        positions.
+        Dv. Numpy arrays, or what gives its memory by DLPack or the buffer protocol (torch's
+        bfloat16 too); no stride negative, the last axis contiguous. Contiguous K and V [B,Hkv,T,D]
+        are B blocks of T positions.
         dtype: None where the arrays are float32, float16 or bfloat16 and say so; the name of what
-        they hold where they are 16-bit integers, ``dtype="bfloat16"`` for one.
+        they hold where they are 16-bit integers, ``dtype="bfloat16"`` for one. Other types are not
+        converted, for a view shows what its memory will hold later, too.
         lib: a loaded library; None is the default one, loaded when the view is first used.
 
         Raises: TypeError for another type, or two; ValueError for another layout, shapes that
@@ -106,8 +108,11 @@ class KVView:
         fn = "KVView.from_arrays"
         if layout not in _LAYOUTS:
             raise ValueError(f"{fn}: layout must be 'HND' or 'NHD', not {layout!r}")
-        sides = {name: _stored(fn, name, a) for name, a in (("k", k), ("v", v))}
-        held = [_element(fn, name, a, dtype) for name, a in sides.items()]
+        sides, held = {}, []
+        for name, side in (("k", k), ("v", v)):
+            a, element = as_array(fn, name, side)
+            sides[name] = with_axes(fn, name, a, 4)
+            held.append(_element(fn, name, element, dtype))
         if held[0] != held[1]:
             raise TypeError(f"{fn}: k is {held[0]} and v {held[1]}")
         shapes = f"k has shape {sides['k'].shape} and v {sides['v'].shape}"
@@ -127,7 +132,7 @@ class KVView:
         )
 
     @property
-    def n_blocks(self) -> int:
+    def num_blocks(self) -> int:
         """Blocks that a table can name, from 0 on."""
         return int(self._struct.n_blocks)
 
@@ -146,31 +151,29 @@ class KVView:
 
         slots: integers [T], block * block_size + offset, or -1 for a token that is skipped. k
         [T,Hkv,Dk] and v [T,Hkv,Dv]: float32, which is rounded to the view's type, or that type
-        itself; copied only where the last axis is not contiguous.
+        itself, copied only where the last axis is not contiguous; or any other real numbers.
 
-        Raises: TypeError for another type, or two; ValueError for a wrong shape, a slot that is not
-        there or is given twice, and for memory that is not written this way: read-only arrays, and
-        a PagedKVCache, which has ``append``; TlError (``TL_ENOMEM``). Nothing is written then.
+        Raises: TypeError for what are no real numbers; ValueError for a wrong shape, a slot that is
+        not there or is given twice, and for memory that is not written this way: read-only arrays,
+        and a PagedKVCache, which has ``append``; TlError (``TL_ENOMEM``). Nothing is written then.
         """
         fn = "KVView.write_slots"
         if not self._writable:
             raise ValueError(f"{fn}: {self!r} is read-only")
         slots = integers(fn, "slots", slots, I64, -1, INT64_MAX)
-        pair = []
-        for name, side, width in zip("kv", (k, v), self.head_dims, strict=True):
-            a = as_array(fn, name, side)
-            if a.shape != (len(slots), self.n_kv_heads, width):
-                raise ValueError(
-                    f"{fn}: {name} has shape {a.shape}, expected [T,Hkv,D] = "
-                    f"{(len(slots), self.n_kv_heads, width)}"
-                )
-            given = _element(fn, name, a, None if a.dtype.name in _CODES else self.dtype)
-            pair.append((given, whole_rows(a)))
-        (given, a), (other, b) = pair
-        if given != other or given not in ("float32", self.dtype):
-            raise TypeError(
-                f"{fn}: k is {given} and v {other}; both must be float32 or {self.dtype}"
-            )
+        sides = [
+            (*as_array(fn, name, side), (len(slots), self.n_kv_heads, width))
+            for name, side, width in zip("kv", (k, v), self.head_dims, strict=True)
+        ]
+        for name, (a, _, wanted) in zip("kv", sides, strict=True):
+            shape(fn, name, a, wanted, "[T,Hkv,D]")
+        stored = all(element == self.dtype or self._is_code(element) for a, element, _ in sides)
+        rounded = as_f32_for_f16 if self.dtype == "float16" else as_f32
+        a, b = (
+            whole_rows(a if stored else rounded(fn, name, a, element))
+            for name, (a, element, _) in zip("kv", sides, strict=True)
+        )
+        given = self.dtype if stored else "float32"
         steps = [stride // side.itemsize for side in (a, b) for stride in side.strides[:2]]
         try:
             self._library().tl_kv_write_slots(
@@ -184,12 +187,25 @@ class KVView:
             )
         except TlError as error:
             if error.status == TL_EINVAL:
-                raise ValueError(f"{fn}: {error.message}") from error
+                raise ValueError(f"{fn}: {error.reason}") from error
             raise
+
+    def reading(self) -> AbstractContextManager[Any]:
+        """What every call that reads the memory stands in. Raises: ClosedError; ConcurrentUseError
+        while somebody writes to the cache."""
+        return reading(self._owner)
+
+    def arrays(self) -> list[NDArray[Any]]:
+        """The arrays it was made of; none of a cache's."""
+        return list(self._keep.values()) if isinstance(self._keep, dict) else []
+
+    def _is_code(self, element: str) -> bool:
+        """Whether integers of that type are taken for the view's own."""
+        return self.dtype != "float32" and element in ("uint16", "int16")
 
     def _codes(self) -> tuple[NDArray[Any], NDArray[Any]]:
         """K and V where they lie, as unsigned integers [blocks, Hkv, b, D]; valid as long as that
-        memory, so only inside ``with view._owner``."""
+        memory, so only inside ``with view.reading()``."""
         s, width = self._struct, 4 if self.dtype == "float32" else 2
         sides = (
             (s.k, s.head_dim_k, s.k_block_stride, s.k_head_stride, s.k_token_stride),
@@ -206,51 +222,32 @@ class KVView:
         return self._lib
 
     def __repr__(self) -> str:
-        names = ("n_blocks", "block_size", "n_kv_heads", "head_dims", "dtype")
+        names = ("num_blocks", "block_size", "n_kv_heads", "head_dims", "dtype")
         return f"KVView({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
 
-def whole_rows(a: NDArray[Any]) -> NDArray[Any]:
-    """``a`` itself where its rows can be read by strides of whole elements, else a copy."""
-    flags = a.flags
-    if flags.c_contiguous and flags.aligned:
-        return a
-    uneven = not flags.aligned or any(stride % a.itemsize for stride in a.strides)
-    if not uneven and (a.shape[-1] <= 1 or a.strides[-1] == a.itemsize):
-        return a
-    return np.array(a, order="C", subok=False)
-
-
 def _strided(
-    address: int, width: int, shape: tuple[int, ...], steps: tuple[int, ...]
+    address: int, width: int, axes: tuple[int, ...], steps: tuple[int, ...]
 ) -> NDArray[Any]:
     """Memory as unsigned integers of ``width`` bytes; the step of an axis of one may be anything."""
-    if 0 in shape:
-        return np.empty(shape, f"u{width}")
-    n = 1 + sum((count - 1) * step for count, step in zip(shape, steps, strict=True))
+    if 0 in axes:
+        return np.empty(axes, f"u{width}")
+    n = 1 + sum((count - 1) * step for count, step in zip(axes, steps, strict=True))
     flat = block_view(address, (n * width // 2,)).view(f"u{width}")
-    return np.lib.stride_tricks.as_strided(flat, shape, [step * width for step in steps])
+    return np.lib.stride_tricks.as_strided(flat, axes, [step * width for step in steps])
 
 
-def _stored(fn: str, name: str, value: Any) -> NDArray[Any]:
-    a = as_array(fn, name, value)
-    if a.ndim != 4:
-        raise ValueError(f"{fn}: {name} must have 4 axes, its shape is {a.shape}")
-    return a
-
-
-def _element(fn: str, name: str, a: NDArray[Any], named: str | None) -> str:
-    """What ``a`` holds: float32, float16 or bfloat16, by its own word or by that of the caller."""
-    own = str(a.dtype.name if a.dtype.isnative else a.dtype.str)
+def _element(fn: str, name: str, own: str, named: str | None) -> str:
+    """What an array holds: float32, float16 or bfloat16, by its own word or by the caller's."""
     if named is not None and named not in _CODES:
         raise TypeError(f"{fn}: dtype must be one of {', '.join(_CODES)}, not {named!r}")
     if own in _CODES and named in (None, own):
         return own
-    if own in ("uint16", "int16") and named in ("float16", "bfloat16"):
+    if own in ("uint16", "int16") and named in ("float16", BF16):
         return named
     raise TypeError(
-        f"{fn}: {name} must be float32, float16 or bfloat16, or integers of 16 bits that dtype names; "
-        f"it is {own}, and dtype {named!r}"
+        f"{fn}: {name} must be float32, float16 or bfloat16, or integers of 16 bits that dtype "
+        f"names; it is {own}, and dtype {named!r}"
     )
 
 

@@ -266,11 +266,11 @@ class Workload:
 
     def read(self, layer: int) -> None:
         """Reads what that call reads, and computes nothing."""
-        with self._pool._handle as threads:
+        with self._pool._handle.read():
             self.cache.lib.tl_kv_read(
                 self.cache.view(layer)._pointer, u32_ptr(self._tables), self._tables.shape[1],
-                i32_ptr(self._lengths), len(self._lengths), self.shape.window, threads,
-                u64_ptr(self._word),
+                i32_ptr(self._lengths), len(self._lengths), self.shape.window,
+                self._pool._handle.address, u64_ptr(self._word),
             )  # fmt: skip
 
     def error(self) -> float:

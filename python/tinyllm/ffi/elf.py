@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: MIT
 """What the header of a library file tells before it is loaded, for errors that name the cause.
 
-Offsets are those of 64-bit ELF; of a 32-bit file only the machine is looked at, which is another one."""
+Offsets are those of 64-bit ELF; of a 32-bit file only the machine is looked at, which is another
+one."""
 
 from __future__ import annotations
 

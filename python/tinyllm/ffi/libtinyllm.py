@@ -27,14 +27,16 @@ from ctypes import (
     c_uint64,
     c_void_p,
 )
+from functools import partial
 from itertools import repeat
 from operator import index
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tinyllm._not_copied import NotCopied
 from tinyllm.errors import AbiMismatch, TlError
 from tinyllm.ffi.elf import reason_not_to_load
 
@@ -60,9 +62,12 @@ __all__ = [
     "Lib",
     "PagedAttnArgs",
     "RangeFn",
+    "Step",
     "TlError",
     "Trace",
     "TraceEvent",
+    "address_cell",
+    "all_at_once",
     "block_view",
     "export_blocks",
     "f32_ptr",
@@ -72,7 +77,9 @@ __all__ = [
     "load",
     "new_handle",
     "signatures",
+    "store_address",
     "struct_ptr",
+    "u16_ptr",
     "u32_ptr",
     "u64_ptr",
 ]
@@ -452,6 +459,8 @@ _INTEGERS: Final = (
 )  # fmt: skip
 _ADDRESS_END: Final = 1 << (8 * ctypes.sizeof(c_void_p))
 
+Step: TypeAlias = "partial[Any]"  # of a function of C
+
 
 def _range(ctype: Any) -> tuple[int, int]:
     bits = 8 * ctypes.sizeof(ctype)
@@ -460,7 +469,7 @@ def _range(ctype: Any) -> tuple[int, int]:
     )
 
 
-class Function:
+class Function(NotCopied):
     """One bound C function.
 
     Integers are taken from int, numpy integers and ctypes scalars. Raises: TypeError for a wrong
@@ -469,16 +478,9 @@ class Function:
     """
 
     __slots__ = (
-        "_addresses",
-        "_call",
-        "_integers",
-        "_lib",
-        "_n",
-        "_status",
-        "argtypes",
-        "name",
-        "restype",
-    )
+        "_addresses", "_call", "_integers", "_lib", "_n", "_status", "argtypes", "name", "restype",
+    )  # fmt: skip
+    _instead = "it belongs to a Lib"
 
     def __init__(
         self, lib: Lib, call: Any, name: str, restype: Any, argtypes: tuple[Any, ...]
@@ -538,10 +540,17 @@ class Function:
             if status != TL_OK:
                 raise self._failure(status)
 
+    def step(self, *args: Any) -> Step:
+        """The call as a step of ``all_at_once``; its arguments as in ``each``, its status is for
+        who looks."""
+        return partial(self._call, *args)
+
+    def steps(self, handle: int, blocks: Iterable[int]) -> Step:
+        """One step that calls the function for all of ``blocks``; it gives their statuses."""
+        return partial(list, map(self._call, repeat(handle), blocks))
+
     def _failure(self, status: int) -> TlError:
-        return TlError(
-            self.name, status, STATUS_NAMES.get(status, "TL_UNKNOWN"), self._lib.last_error()
-        )
+        return self._lib.failure(self.name, status)
 
     def _integer(self, i: int, value: Any) -> int:
         try:
@@ -555,22 +564,36 @@ class Function:
         return f"<{self.name} of {self._lib.path}>"
 
 
-class Lib:
+class Lib(NotCopied):
     """A loaded library. Its functions are attributes, bound on first use.
 
     >>> hex(load().tl_crc32c(b"123456789", 9, 0))
     '0xe3069283'
     """
 
+    _instead = "load(path) gives it in any process"
+
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Raises OSError, with the reason, where the file at ``path`` cannot be loaded into this process."""
+        """Raises OSError, with the reason, where the file at ``path`` cannot be loaded into this
+        process or is no libtinyllm; AbiMismatch."""
         self.path = Path(path)
         self._declared = signatures()
+        self._cdll = self._open()
+        try:
+            found = self.abi_version()
+        except AttributeError:
+            raise OSError(
+                f"{self.path} is a shared library but not libtinyllm: it has no tl_abi_version. "
+                f"{_what_next(self.path)}"
+            ) from None
+        if found != ABI_VERSION:
+            raise AbiMismatch(self.path, found, ABI_VERSION, _what_next(self.path))
+
+    def _open(self) -> ctypes.CDLL:
         reason = reason_not_to_load(self.path)
         if reason is None:
             try:
-                self._cdll = ctypes.CDLL(os.fspath(self.path))
-                return
+                return ctypes.CDLL(os.fspath(self.path))
             except OSError as error:
                 reason = f"the system says: {error}"
         raise OSError(f"{self.path} cannot be loaded: {reason}. {_what_next(self.path)}")
@@ -612,6 +635,10 @@ class Lib:
         """The calling thread's error slot; ``""`` before any error."""
         return _text(self.tl_last_error())
 
+    def failure(self, fn: str, status: int) -> TlError:
+        """The exception for what a function has just returned."""
+        return TlError(fn, status, STATUS_NAMES.get(status, "TL_UNKNOWN"), self.last_error())
+
     def __repr__(self) -> str:
         return f"Lib({str(self.path)!r})"
 
@@ -625,6 +652,23 @@ def new_handle(create: Function, *args: Any) -> int:
     out = c_void_p()
     create(*args, ctypes.byref(out))
     return out.value or 0
+
+
+def all_at_once(steps: Iterable[Step]) -> list[Any]:
+    """Calls every step, and gives what they returned. They are functions of C, and so is what calls
+    them: Python runs none of its own code on the way, no signal handler either. What a
+    KeyboardInterrupt finds is all of them done, or none."""
+    return list(map(partial.__call__, steps))
+
+
+def address_cell() -> Any:
+    """Where the address of a C object will stand: its ``value``, None for none."""
+    return c_void_p()
+
+
+def store_address(cell: Any, create: Function, *args: Any) -> None:
+    """``new_handle`` into ``cell``, where an interrupt behind the call cannot lose it."""
+    create(*args, ctypes.byref(cell))
 
 
 def export_blocks(lib: Lib, pool: int, blocks: NDArray[np.uint32]) -> bytearray:
@@ -692,16 +736,7 @@ def load(path: str | os.PathLike[str] | None = None) -> Lib:
     file = library_path(path).resolve()
     lib = _loaded.get(file)
     if lib is None:
-        lib = Lib(file)
-        try:
-            found = lib.abi_version()
-        except AttributeError:
-            raise OSError(
-                f"{file} is a shared library but not libtinyllm: it has no tl_abi_version. {_what_next(file)}"
-            ) from None
-        if found != ABI_VERSION:
-            raise AbiMismatch(file, found, ABI_VERSION, _what_next(file))
-        lib = _loaded.setdefault(file, lib)
+        lib = _loaded.setdefault(file, Lib(file))
     return lib
 
 
@@ -733,7 +768,7 @@ def _pointer(fn: str, a: Any, dtype: np.dtype[Any], ctype: Any) -> Any:
     return pointer
 
 
-_F32, _U32 = np.dtype(np.float32), np.dtype(np.uint32)
+_F32, _U16, _U32 = np.dtype(np.float32), np.dtype(np.uint16), np.dtype(np.uint32)
 _I32, _I64, _U64 = np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.uint64)
 
 
@@ -745,6 +780,11 @@ def f32_ptr(a: NDArray[np.float32] | None) -> Any:
     without unit stride.
     """
     return _pointer("f32_ptr", a, _F32, c_float)
+
+
+def u16_ptr(a: NDArray[np.uint16] | None) -> Any:
+    """``f32_ptr`` for ``uint16_t *``."""
+    return _pointer("u16_ptr", a, _U16, c_uint16)
 
 
 def u32_ptr(a: NDArray[np.uint32] | None) -> Any:

@@ -82,10 +82,8 @@ def attend_sequences(
     """One call for the last rows of some sequences: those of sequence s are
     rows[starts[s]:starts[s+1]]."""
     fn = "tinyllm attention"
-    batch = kv._borrow(fn, seq_ids, layer, scoring["window"])
-    n = len(seq_ids)
-    paged_attention(
-        as_f32(rows), kv.view(layer), batch.table[:n], batch.lengths[:n], cu_seqlens_q=starts,
-        threads=threads_of(threads), out=out.numpy(), **scoring,
-    )  # fmt: skip
-    kv._spare.append(batch)
+    with kv.batch(seq_ids, layer, window=scoring["window"], fn=fn) as batch:
+        paged_attention(
+            as_f32(rows), kv.view(layer), batch.tables, batch.lengths, cu_seqlens_q=starts,
+            threads=threads_of(threads), out=out.numpy(), **scoring,
+        )  # fmt: skip

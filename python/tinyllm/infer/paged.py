@@ -6,19 +6,30 @@ block_size.
 length: positions one layer of a sequence holds; layers are appended one by one, so lengths may
 differ for a while. fill: positions of a block that every layer holds. gone: how many blocks at the
 front of a sequence were given back; their entries in the table name no block.
+fresh: blocks that a call took from the pool and no table names yet.
 """
 
 from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tinyllm._check import F16, F32, F64, INT32_MAX, INT64_MAX, UINT32_MAX, array, integer, packed
+from tinyllm._arrays import (
+    Tensor,
+    as_array,
+    as_f32_for_f16,
+    packed,
+    whole_rows,
+    with_axes,
+)
+from tinyllm._check import F16, F32, INT32_MAX, INT64_MAX, UINT32_MAX, integer
+from tinyllm._not_copied import NotCopied
 from tinyllm.errors import OutOfBlocks, TlError
 from tinyllm.ffi.handle import Handle
 from tinyllm.ffi.libtinyllm import (
@@ -34,14 +45,17 @@ from tinyllm.ffi.libtinyllm import (
     KvStats,
     KvView,
     Lib,
+    Step,
+    all_at_once,
     block_view,
     export_blocks,
     f32_ptr,
-    i32_ptr,
+    i64_ptr,
     load,
-    new_handle,
+    u16_ptr,
     u32_ptr,
 )
+from tinyllm.infer.batch import NO_BLOCK, BatchTable, CachedSequence
 from tinyllm.kv_view import KVView
 
 if TYPE_CHECKING:  # loaded by the first look: an engine does without
@@ -50,73 +64,59 @@ if TYPE_CHECKING:  # loaded by the first look: an engine does without
 
 __all__ = ["OutOfBlocks", "PagedKVCache"]
 
-_F16_NAN = 0x7E00  # the one NaN that rounding to f16 gives
-_NO_BLOCK = UINT32_MAX  # a table entry nobody reads
+_NEEDED: Final[Any] = object()
+_SIZES: Final = {
+    "num_blocks": INT32_MAX,
+    "block_size": UINT32_MAX,
+    "n_layers": UINT32_MAX,
+    "n_kv_heads": UINT32_MAX,
+    "d_head": UINT32_MAX,
+}
 
 
-class _Sequence:
-    """A table, uint32, replaced when it changes and never written, and the length of every layer."""
-
-    __slots__ = ("gone", "lengths", "table")
-
-    def __init__(self, table: NDArray[np.uint32], lengths: list[int], gone: int = 0) -> None:
-        self.table, self.lengths, self.gone = table, lengths, gone
-
-    def blocks(self) -> list[int]:
-        """The blocks it holds, in order."""
-        held: list[int] = self.table[self.gone :].tolist()
-        return held
-
-
-class BatchTable:
-    """What a decode call reads of its sequences: a padded table and their lengths. Kept to be used again."""
-
-    __slots__ = ("lengths", "lengths_ptr", "sequences", "table", "table_ptr", "version", "width")
-
-    def __init__(self, rows: int, width: int) -> None:
-        self.width = width
-        self.table = np.empty((rows, width), np.uint32)
-        self.lengths = np.empty(rows, np.int32)
-        self.table_ptr, self.lengths_ptr = u32_ptr(self.table), i32_ptr(self.lengths)
-        self.version = -1
-        self.sequences: list[_Sequence] = []
-
-    def fill(self, sequences: list[_Sequence], version: int) -> None:
-        """Copies the tables of ``sequences``, unless they are there already."""
-        if self.version == version and self.sequences == sequences:
-            return
-        self.version = -1
-        for row, sequence in zip(self.table, sequences, strict=False):
-            n = len(sequence.table)
-            row[:n] = sequence.table
-            row[n:] = _NO_BLOCK
-        self.sequences, self.version = sequences, version
-
-
-class PagedKVCache:
+class PagedKVCache(NotCopied):
     """K and V of many sequences in blocks of ``block_size`` positions, shared by fork, copied when
     written.
 
-    Not thread-safe: the caller serialises calls; any number of threads may decode while nobody
-    writes.
-
-    >>> with PagedKVCache(None, num_blocks=64, block_size=16, n_layers=2, n_kv_heads=2, d_head=64) as cache:
+    >>> with PagedKVCache(num_blocks=64, block_size=16, n_layers=2, n_kv_heads=2, d_head=64) as cache:
     ...     cache.add_seq("a")
     ...     for layer in range(2):
     ...         cache.append("a", layer, k[layer], v[layer])  # [n_kv_heads, T, d_head]
     ...     cache.fork("a", "b")
 
     lib: a loaded library; None is the default one.
-    seq_id, in every method: a sequence, by any hashable value. One that is unknown raises KeyError,
-    a closed cache ClosedError.
     num_blocks, block_size, n_layers, n_kv_heads, d_head: how many blocks there are, positions in
     one, layers, KV heads and elements of a row.
+    seq_id, in every method: a sequence, by any hashable value. One that is unknown raises KeyError,
+    a closed cache ClosedError.
 
-    Raises: ValueError for a size that is no positive integer below 2**32 (num_blocks: 2**31), or
-    for a pool beyond the address space; TlError (``TL_ENOMEM``) where its memory cannot be
-    reserved.
+    Containers' words work: ``"a" in cache``, ``len(cache)``, ``for seq_id in cache`` speak of the
+    sequences. An empty cache is true all the same.
+
+    Threads: one at a time may write (add_seq, fork, free, truncate, trim_front, append, import_seq,
+    close), any number may read (gather, export_seq, and attention over the cache), and not both:
+    a second writer, or a reader beside a writer, raises ConcurrentUseError at once and changes
+    nothing. Everything else may be called at any time from any thread; stats, snapshot, metrics,
+    look and view wait for the end of a write, and the next write for theirs. Who hands tables to
+    ``paged_attention`` himself sees to it that nobody frees those sequences meanwhile.
+    A call that an exception of a signal handler ends (KeyboardInterrupt) has done all or nothing.
+
+    Raises: TypeError for a size that is missing; ValueError for one that is no positive integer
+    below 2**32 (num_blocks: 2**31), or for a pool beyond the address space; TlError
+    (``TL_ENOMEM``) where its memory cannot be reserved.
     """
 
+    _instead = (
+        "its blocks belong to one pool; fork begins a sequence with what another holds, export_seq "
+        "and import_seq take one to another cache"
+    )
+    num_blocks: int
+    block_size: int
+    n_layers: int
+    n_kv_heads: int
+    d_head: int
+
+    @overload
     def __init__(
         self,
         lib: Lib | None,
@@ -125,23 +125,52 @@ class PagedKVCache:
         n_layers: int,
         n_kv_heads: int,
         d_head: int,
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        n_layers: int,
+        n_kv_heads: int,
+        d_head: int,
+        lib: Lib | None = None,
+    ) -> None: ...
+
+    def __init__(
+        self,
+        lib: Lib | None = None,
+        num_blocks: int = _NEEDED,
+        block_size: int = _NEEDED,
+        n_layers: int = _NEEDED,
+        n_kv_heads: int = _NEEDED,
+        d_head: int = _NEEDED,
     ) -> None:
         fn = "PagedKVCache"
-        self.num_blocks = integer(fn, "num_blocks", num_blocks, 1, INT32_MAX, ValueError)
-        self.block_size = integer(fn, "block_size", block_size, 1, UINT32_MAX, ValueError)
-        self.n_layers = integer(fn, "n_layers", n_layers, 1, UINT32_MAX, ValueError)
-        self.n_kv_heads = integer(fn, "n_kv_heads", n_kv_heads, 1, UINT32_MAX, ValueError)
-        self.d_head = integer(fn, "d_head", d_head, 1, UINT32_MAX, ValueError)
+        given = (num_blocks, block_size, n_layers, n_kv_heads, d_head)
+        missing = [name for name, n in zip(_SIZES, given, strict=True) if n is _NEEDED]
+        if missing:
+            raise TypeError(f"{fn}: {', '.join(missing)} must be given")
+        if lib is not None and not isinstance(lib, Lib):
+            raise TypeError(f"{fn}: lib must be a Lib or None, not {lib!r}")
+        for (name, high), n in zip(_SIZES.items(), given, strict=True):
+            setattr(self, name, integer(fn, name, n, 1, high, ValueError))
         self.lib = lib = load() if lib is None else lib
-        self._handle = Handle(fn, self._create(), lib.tl_kv_pool_destroy)
+        self._handle = Handle(fn, lib.tl_kv_pool_destroy)
         self._finalizer = weakref.finalize(self, self._handle.release)
+        self._finalizer.atexit = False  # Handle has its own way to end with the interpreter
+        self._create()
+        self._block_bytes = int(lib.tl_kv_block_bytes(self._handle.address))
         self._slab = (self.n_kv_heads, self.block_size, self.d_head)
-        self._sequences: dict[Hashable, _Sequence] = {}
+        self._sequences: dict[Hashable, CachedSequence] = {}
         self._version = 0  # changes whenever a table of a live sequence does
         self._spare: list[BatchTable] = []
+        self._fresh: NDArray[np.uint32] | None = None
         self._high_water = self._copies = self._failures = 0
 
-    def _create(self) -> int:
+    def _create(self) -> None:
         config = KvConfig(
             self.num_blocks,
             self.block_size,
@@ -152,10 +181,10 @@ class PagedKVCache:
             TL_KV_FORMAT_V1,
         )
         try:
-            return new_handle(self.lib.tl_kv_pool_create, config)
+            self._handle.create(self.lib.tl_kv_pool_create, config)
         except TlError as error:
             if error.status == TL_EINVAL:
-                raise ValueError(f"PagedKVCache: {error.message}") from error
+                raise ValueError(f"PagedKVCache: {error.reason}") from error
             raise
 
     # --- sequences
@@ -163,9 +192,11 @@ class PagedKVCache:
 
     def add_seq(self, seq_id: Hashable) -> None:
         """Begins an empty sequence. Raises ValueError where ``seq_id`` is live."""
-        with self._handle:
+        with self._handle.write(), self._handle.turn:
+            self._begin_write()
             self._refuse_live("add_seq", seq_id)
-            self._sequences[seq_id] = _Sequence(np.empty(0, np.uint32), [0] * self.n_layers)
+            empty = CachedSequence(np.empty(0, np.uint32), [0] * self.n_layers)
+            self._sequences[seq_id] = empty
 
     def fork(self, parent: Hashable, child: Hashable) -> None:
         """Begins ``child`` with everything ``parent`` holds. They share its blocks until one of
@@ -173,22 +204,25 @@ class PagedKVCache:
 
         Raises: ValueError where ``child`` is live.
         """
-        with self._handle as pool:
+        with self._handle.write(), self._handle.turn:
+            pool = self._begin_write()
             source = self._sequence("fork", parent)
             self._refuse_live("fork", child)
-            for block in source.blocks():
-                self.lib.tl_kv_ref(pool, block)
-            self._sequences[child] = _Sequence(source.table, list(source.lengths), source.gone)
+            twin = CachedSequence(source.table, source.lengths, source.gone)
+            self._commit(
+                partial(self._sequences.__setitem__, child, twin),
+                self.lib.tl_kv_ref.steps(pool, source.blocks()),
+            )
 
     def free(self, seq_id: Hashable) -> None:
         """Ends a sequence and gives up its blocks, the last one first.
 
         So of a registered chain the tail is evicted first, and what is left can still be found.
         """
-        with self._handle as pool:
+        with self._handle.write(), self._handle.turn:
+            pool = self._begin_write()
             sequence = self._sequence("free", seq_id)
-            del self._sequences[seq_id]
-            self._unref(pool, sequence.blocks())
+            self._commit(partial(self._sequences.pop, seq_id), self._unref(pool, sequence.blocks()))
 
     def truncate(self, seq_id: Hashable, length: int) -> None:
         """Forgets what a sequence holds from position ``length`` on, in every layer, and gives up
@@ -200,7 +234,8 @@ class PagedKVCache:
         Raises: TypeError for a length that is no integer; ValueError for one beyond the longest
         layer, or one other than 0 in what ``trim_front`` gave back. Then nothing has changed.
         """
-        with self._handle as pool:
+        with self._handle.write(), self._handle.turn:
+            pool = self._begin_write()
             sequence = self._sequence("truncate", seq_id)
             length = integer("truncate", "length", length, 0, max(sequence.lengths))
             if 0 < length < sequence.gone * self.block_size:
@@ -209,13 +244,19 @@ class PagedKVCache:
                     f"{sequence.gone * self.block_size} were given back"
                 )
             keep = -(-length // self.block_size)
-            freed = sequence.blocks()[max(0, keep - sequence.gone) :]
-            sequence.table, sequence.gone = sequence.table[:keep].copy(), min(sequence.gone, keep)
-            sequence.lengths = [min(held, length) for held in sequence.lengths]
-            self._version += 1
-            if length % self.block_size:
-                self._is_writable(pool, sequence, keep - 1)  # and if it is, its fill is lowered
-            self._unref(pool, freed)
+            lengths = [min(held, length) for held in sequence.lengths]
+            fill: list[Step] = []  # of the block that is cut, where it is this sequence's alone
+            if length % self.block_size and self._is_writable(pool, sequence, keep - 1):
+                cut = int(sequence.table[keep - 1]), self._fill(min(lengths), keep - 1)
+                fill = [self.lib.tl_kv_set_fill.step(pool, *cut)]
+            self._commit(
+                partial(setattr, sequence, "table", sequence.table[:keep].copy()),
+                partial(setattr, sequence, "lengths", lengths),
+                partial(setattr, sequence, "gone", min(sequence.gone, keep)),
+                partial(setattr, self, "_version", self._version + 1),
+                *fill,
+                self._unref(pool, sequence.blocks()[max(0, keep - sequence.gone) :]),
+            )
 
     def trim_front(self, seq_id: Hashable, window: int) -> None:
         """Gives up the blocks that no layer's last ``window`` positions reach: a model that sees no
@@ -226,7 +267,8 @@ class PagedKVCache:
 
         Raises: TypeError for a window that is no integer, ValueError for one below 1.
         """
-        with self._handle as pool:
+        with self._handle.write(), self._handle.turn:
+            pool = self._begin_write()
             sequence = self._sequence("trim_front", seq_id)
             window = integer("trim_front", "window", window, 1, INT64_MAX)
             gone = max(sequence.gone, (min(sequence.lengths) - window) // self.block_size)
@@ -234,37 +276,38 @@ class PagedKVCache:
             if not freed:
                 return
             table = sequence.table.copy()
-            table[:gone] = _NO_BLOCK
-            sequence.table, sequence.gone = table, gone
-            self._version += 1
-            self._unref(pool, freed)
+            table[:gone] = NO_BLOCK
+            self._commit(
+                partial(setattr, sequence, "table", table),
+                partial(setattr, sequence, "gone", gone),
+                partial(setattr, self, "_version", self._version + 1),
+                self._unref(pool, freed),
+            )
 
-    def append(self, seq_id: Hashable, layer: int, k: NDArray[Any], v: NDArray[Any]) -> None:
+    def append(self, seq_id: Hashable, layer: int, k: Tensor, v: Tensor) -> None:
         """Adds T >= 1 positions to one layer of a sequence.
 
-        k, v: float16, float32 or float64 [n_kv_heads, T, d_head], any strides. Stored as f16:
-        float16 bit for bit, the others rounded once to the nearest (ties to even; overflow is
-        infinity, NaN is 0x7E00). They are not kept. What is copied on the way: float64, and a
-        float32 K and V whose strides differ from each other or whose last axis is not contiguous.
+        k, v: [n_kv_heads, T, d_head], any strides: float16, float32 or bfloat16, or any other real
+        numbers, in numpy's arrays, tensors or lists. Stored as f16: float16 bit for bit, the others
+        rounded once to the nearest (ties to even; overflow is infinity, NaN is 0x7E00). They are
+        not kept. Copied on the way is what is neither float32 nor float16, what of the two has no
+        contiguous last axis, and float32 K and V whose strides differ from each other.
         Blocks about to be written that another sequence holds, or that are registered in the prefix
         index, are copied first.
 
-        Raises: OutOfBlocks where the pool cannot give all blocks needed; TypeError for another
-        dtype; ValueError for a bad shape or layer. Then nothing has changed.
+        Raises: OutOfBlocks where the pool cannot give all blocks needed; TypeError for what are no
+        arrays of real numbers; ValueError for a bad shape or layer. Then nothing has changed.
         """
-        with self._handle as pool:
+        layer = self._layer("append", layer)
+        k, v = self._rows(k, v)
+        with self._handle.write(), self._handle.turn:
+            pool = self._begin_write()
             sequence = self._sequence("append", seq_id)
-            layer = self._layer("append", layer)
-            n_tokens = self._check_kv(k, v)
-            if k.dtype == F32 and v.dtype == F32:
-                k, v = _alike(k, v)
-            else:
-                k, v = _to_f16(k), _to_f16(v)
             begin = sequence.lengths[layer]
-            end = begin + n_tokens
+            end = begin + k.shape[1]
             if end > INT32_MAX:
                 raise ValueError(
-                    f"append: {begin} + {n_tokens} positions are more than {INT32_MAX}"
+                    f"append: {begin} + {k.shape[1]} positions are more than {INT32_MAX}"
                 )
 
             old, b = sequence.table, self.block_size
@@ -274,42 +317,51 @@ class PagedKVCache:
                 for i in range(first, min(last, len(old)))
                 if not self._is_writable(pool, sequence, i)
             ]
-            fresh = self._take(pool, seq_id, len(copied), max(0, last - len(old)))
             try:
+                fresh = self._take(pool, seq_id, len(copied), max(0, last - len(old)))
                 table = np.concatenate((old, fresh[len(copied) :])) if len(fresh) else old
                 for i, block in zip(copied, fresh, strict=False):
                     table[i] = block
                     self._copy_block(pool, int(old[i]), int(block))
                 self._write(pool, layer, table, begin, k, v)
+                self._commit(*self._grown(pool, sequence, layer, end, table, copied))
             except BaseException:
-                self._unref(pool, fresh.tolist())
+                self._give_back(pool)
                 raise
-            self._commit(pool, sequence, layer, end, table, copied)
 
-    def _commit(
+    def _grown(
         self,
         pool: int,
-        sequence: _Sequence,
+        sequence: CachedSequence,
         layer: int,
         end: int,
         table: NDArray[np.uint32],
         copied: list[int],
-    ) -> None:
+    ) -> list[Step]:
         """The second half of append, which cannot fail: the new table and length take effect."""
         old, complete_before = sequence.table, min(sequence.lengths)
+        lengths = list(sequence.lengths)
+        lengths[layer] = end
+        complete = min(lengths)
+        steps = [partial(setattr, sequence, "lengths", lengths)]
         if table is not old:
-            sequence.table = table
-            self._version += 1
-        sequence.lengths[layer] = end
-        complete = min(sequence.lengths)
+            steps += [
+                partial(setattr, sequence, "table", table),
+                partial(setattr, self, "_version", self._version + 1),
+                partial(setattr, self, "_fresh", None),
+            ]
         if complete > complete_before:
             # This layer was the one that held the fills back: their blocks are among those just
             # written.
-            self.lib.tl_kv_set_length(pool, u32_ptr(table), len(table), complete_before, complete)
+            span = u32_ptr(table), len(table), complete_before, complete
+            steps.append(self.lib.tl_kv_set_length.step(pool, *span))
         for i in copied:
-            self.lib.tl_kv_set_fill(pool, int(table[i]), self._fill(complete, i))
-        self._copies += len(copied)
-        self._unref(pool, [int(old[i]) for i in copied])
+            fill = self._fill(complete, i)
+            steps.append(self.lib.tl_kv_set_fill.step(pool, int(table[i]), fill))
+        if copied:
+            steps.append(partial(setattr, self, "_copies", self._copies + len(copied)))
+            steps.append(self._unref(pool, [int(old[i]) for i in copied]))
+        return steps
 
     # --- moving
     # ---------------------------------------------------------------------------------------------
@@ -322,16 +374,16 @@ class PagedKVCache:
         Raises: ValueError where layers hold different numbers of positions or none, or where
         ``trim_front`` gave blocks back.
         """
-        with self._handle as pool:
+        with self._handle.read():
             sequence = self._sequence("export_seq", seq_id)
             self._refuse_gone("export_seq", seq_id, sequence, 0)
             low, high = min(sequence.lengths), max(sequence.lengths)
             if low != high or high == 0:
                 raise ValueError(
-                    f"export_seq: the layers of sequence {seq_id!r} hold {low} to {high} positions; all must "
-                    "hold the same number, at least one"
+                    f"export_seq: the layers of sequence {seq_id!r} hold {low} to {high} "
+                    "positions; all must hold the same number, at least one"
                 )
-            return export_blocks(self.lib, pool, sequence.table)
+            return export_blocks(self.lib, self._handle.address, sequence.table)
 
     def import_seq(self, seq_id: Hashable, envelope: bytes | bytearray | memoryview) -> None:
         """Begins a sequence with ``envelope``, which ``export_seq`` made: every bit of K and V, in
@@ -342,22 +394,31 @@ class PagedKVCache:
         bytes that are damaged, of a cache of other sizes, or of no sequence; OutOfBlocks. Then
         nothing has changed.
         """
-        with self._handle as pool:
+        with self._handle.write(), self._handle.turn:
+            pool = self._begin_write()
             self._refuse_live("import_seq", seq_id)
             memory = np.frombuffer(envelope, np.uint8) if len(envelope) else np.empty(0, np.uint8)
             fills = self._fills_of(pool, memory)
-            table = np.empty(len(fills), np.uint32)
             try:
+                table = self._fresh = np.full(len(fills), NO_BLOCK, np.uint32)
                 self.lib.tl_kv_import(pool, memory.ctypes.data, len(memory), u32_ptr(table))
+                self._pool_stats(pool)
+                sequence = CachedSequence(table, [sum(fills)] * self.n_layers)
+                self._commit(
+                    partial(self._sequences.__setitem__, seq_id, sequence),
+                    partial(setattr, self, "_fresh", None),
+                )
             except TlError as error:
+                self._fresh = None  # it took none
                 if error.status in (TL_EFORMAT, TL_ESHAPE):
-                    raise ValueError(f"import_seq: {error.message}") from error
+                    raise ValueError(f"import_seq: {error.reason}") from error
                 if error.status != TL_EFULL:
                     raise
                 self._failures += 1
-                raise OutOfBlocks(f"import_seq: sequence {seq_id!r}: {error.message}") from error
-            self._pool_stats(pool)
-            self._sequences[seq_id] = _Sequence(table, [sum(fills)] * self.n_layers)
+                raise OutOfBlocks(f"import_seq: sequence {seq_id!r}: {error.reason}") from error
+            except BaseException:
+                self._give_back(pool)
+                raise
 
     # --- looking
     # --------------------------------------------------------------------------------------------
@@ -365,8 +426,28 @@ class PagedKVCache:
     @property
     def pool(self) -> int:
         """The ``tl_kv_pool *``, for functions of ``lib``; valid until ``close()``."""
-        with self._handle as pool:
-            return pool
+        return self._handle.address
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of K and V of all blocks. They are reserved, and taken when a block is used."""
+        self._refuse_closed()
+        return self.num_blocks * self._block_bytes
+
+    def __contains__(self, seq_id: object) -> bool:
+        self._refuse_closed()
+        return seq_id in self._sequences
+
+    def __iter__(self) -> Iterator[Hashable]:
+        self._refuse_closed()
+        return iter(list(self._sequences))  # of this moment, whoever writes during the loop
+
+    def __len__(self) -> int:
+        self._refuse_closed()
+        return len(self._sequences)
+
+    def __bool__(self) -> bool:
+        return True
 
     def view(self, layer: int) -> KVView:
         """Where one layer lies, for ``paged_attention`` to read until ``close()``. Raises
@@ -375,32 +456,49 @@ class PagedKVCache:
         >>> tables, lengths = [cache.block_table("a")], [cache.seq_len("a")]
         >>> out = paged_attention(q, cache.view(0), tables, lengths, cu_seqlens_q=[0, len(q)])
         """
-        with self._handle as pool:
-            struct = KvView()
-            self.lib.tl_kv_pool_view(pool, self._layer("view", layer), struct)
+        layer = self._layer("view", layer)
+        with self._handle.look():
+            struct = self._layer_view(self._handle.address, layer)
             return KVView(struct, "float16", self, owner=self._handle, lib=self.lib)
+
+    def batch(
+        self, seq_ids: Sequence[Hashable], layer: int, *, window: int = 0, fn: str = "batch"
+    ) -> BatchTable:
+        """The tables and lengths of some sequences for one call of ``paged_attention``, in memory
+        that is used again when the with block ends.
+
+        seq_ids: the sequences, at least one. layer: whose lengths. window: of the call; positions
+        that it does not see may have been given back. fn: the function that errors name.
+
+        >>> with cache.batch(["a", "b"], layer=0) as batch:
+        ...     out = paged_attention(q, cache.view(0), batch.tables, batch.lengths)
+
+        Raises: TypeError for what is no list of ids; ValueError for a bad layer, and where a
+        sequence holds nothing in it, or not all that the window sees.
+        """
+        layer = self._layer(fn, layer)
+        with self._handle.read():
+            return self._batch(fn, ids_in_order(fn, seq_ids), layer, window)
 
     def block_table(self, seq_id: Hashable) -> NDArray[np.int32]:
         """A copy of the table: int32 [ceil(longest layer / block_size)]; -1 where ``trim_front``
         gave a block up."""
-        with self._handle:
-            sequence = self._sequence("block_table", seq_id)
-            return sequence.table.astype(np.int32)
+        self._refuse_closed()
+        return self._sequence("block_table", seq_id).table.astype(np.int32)
 
     def seq_len(self, seq_id: Hashable, layer: int = 0) -> int:
         """Positions one layer of a sequence holds. Raises ValueError for a bad layer."""
-        with self._handle:
-            sequence = self._sequence("seq_len", seq_id)
-            return sequence.lengths[self._layer("seq_len", layer)]
+        self._refuse_closed()
+        return self._sequence("seq_len", seq_id).lengths[self._layer("seq_len", layer)]
 
     def gather(
         self, seq_id: Hashable, layer: int
     ) -> tuple[NDArray[np.float16], NDArray[np.float16]]:
         """Copies of one layer's K and V: float16 [n_kv_heads, length, d_head] each. Raises
         ValueError for a bad layer, or a sequence whose front was trimmed."""
-        with self._handle as pool:
-            sequence = self._sequence("gather", seq_id)
-            layer = self._layer("gather", layer)
+        layer = self._layer("gather", layer)
+        with self._handle.read():
+            pool, sequence = self._handle.address, self._sequence("gather", seq_id)
             self._refuse_gone("gather", seq_id, sequence, 0)
             length = sequence.lengths[layer]
             k, v = (np.empty((self.n_kv_heads, length, self.d_head), np.float16) for _ in "kv")
@@ -411,14 +509,10 @@ class PagedKVCache:
 
     def stats(self) -> dict[str, int]:
         """Blocks ``free``, ``used`` and ``cached``, and ``evictions`` so far."""
-        with self._handle as pool:
-            stats = self._pool_stats(pool)
-            return {
-                "free": stats.free,
-                "used": stats.used,
-                "cached": stats.cached,
-                "evictions": stats.evictions,
-            }
+        with self._handle.look():
+            stats = self._pool_stats(self._handle.address)
+        names = ("free", "used", "cached", "evictions")
+        return {name: int(getattr(stats, name)) for name in names}
 
     def num_free_blocks(self) -> int:
         """Blocks that an append can take: free ones, and cached ones, which it may evict."""
@@ -429,14 +523,23 @@ class PagedKVCache:
         """What the pool and its sequences look like now, for pictures and counters; with ``path``
         it is also written there (``Snapshot.save``). K and V are not part of it.
 
-        It costs one pass over the states of all blocks. Nothing may be written to the cache
-        meanwhile.
+        It costs one pass over the states of all blocks, for which writers wait. Any thread may take
+        it at any time, of a cache at work too: it shows a moment between two writes.
 
         Raises: OSError where ``path`` cannot be written.
         """
+        taken, _ = self._taken()
+        if path is not None:
+            taken.save(path)
+        return taken
+
+    def _taken(self) -> tuple[Snapshot, list[Hashable]]:
+        """A snapshot, and the ids of its sequences."""
         from tinyllm.observe.pool.snapshot import Snapshot, pool_blocks, sequence_state
 
-        with self._handle as pool:
+        with self._handle.look():
+            pool = self._handle.address
+            self._give_back(pool)
             stats = self._pool_stats(pool)
             sequences = tuple(
                 sequence_state(seq_id, s.table, s.gone, s.lengths)
@@ -448,7 +551,7 @@ class PagedKVCache:
                 n_layers=self.n_layers,
                 n_kv_heads=self.n_kv_heads,
                 d_head=self.d_head,
-                block_bytes=self.lib.tl_kv_block_bytes(pool),
+                block_bytes=self._block_bytes,
                 blocks=pool_blocks(self.lib, pool, self.num_blocks, sequences),
                 sequences=sequences,
                 high_water=self._high_water,
@@ -456,9 +559,7 @@ class PagedKVCache:
                 evictions=stats.evictions,
                 failed_allocations=self._failures,
             )
-        if path is not None:
-            taken.save(path)
-        return taken
+            return taken, list(self._sequences)
 
     def look(self, mass: Mapping[Hashable, NDArray[np.floating[Any]]] | None = None) -> Picture:
         """A picture of the pool and its block tables as they are now: printed it is text for a
@@ -474,10 +575,11 @@ class PagedKVCache:
         """
         from tinyllm.observe.pool.picture import Picture
 
-        taken = self.snapshot()
-        places = {seq_id: i for i, seq_id in enumerate(self._sequences)}
+        taken, ids = self._taken()
+        places = {seq_id: i for i, seq_id in enumerate(ids)}
         for seq_id in mass or {}:
-            self._sequence("look", seq_id)
+            if seq_id not in places:
+                raise KeyError(f"look: no sequence {seq_id!r}")
         return Picture(taken, {places[seq_id]: a for seq_id, a in (mass or {}).items()})
 
     def metrics(self, **labels: str) -> str:
@@ -504,61 +606,78 @@ class PagedKVCache:
         """Gives the pool back; nothing happens the second time. Collection and interpreter exit do
         it too.
 
-        Raises: RuntimeError while another thread is inside a call on this cache.
+        Raises: ConcurrentUseError while another thread is inside a call on this cache.
         """
         self._handle.close()
+        self._forget()
+
+    def __enter__(self) -> PagedKVCache:
+        self._refuse_closed()
+        return self
+
+    def __exit__(self, kind: object, exception: object, traceback: object) -> None:
+        self._handle.close_after(exception)
+        if self._handle.closed:
+            self._forget()
+
+    def _forget(self) -> None:
         self._sequences.clear()
         self._spare.clear()
 
-    def __enter__(self) -> PagedKVCache:
-        with self._handle:
-            return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
     def __repr__(self) -> str:
-        sizes = ("num_blocks", "block_size", "n_layers", "n_kv_heads", "d_head")
-        return f"PagedKVCache({', '.join(f'{name}={getattr(self, name)}' for name in sizes)})"
+        sizes = ", ".join(f"{name}={getattr(self, name)}" for name in _SIZES)
+        return f"PagedKVCache({sizes}{', closed' if self._handle.closed else ''})"
 
-    # --- decode
+    # --- inside
     # ---------------------------------------------------------------------------------------------
 
-    def _borrow(self, fn: str, seq_ids: Sequence[Hashable], layer: int, window: int) -> BatchTable:
-        """The tables and lengths of one sequence or more, for one call, which puts them into
-        ``_spare``.
-
-        Raises: KeyError; ValueError where one holds nothing in ``layer``, or not all of ``window``.
-        """
+    def _batch(self, fn: str, seq_ids: Sequence[Hashable], layer: int, window: int) -> BatchTable:
+        """``batch``, for who reads."""
         try:
             sequences = [self._sequences[seq_id] for seq_id in seq_ids]
         except KeyError as error:
             raise KeyError(f"{fn}: no sequence {error.args[0]!r}") from None
         lengths = [sequence.lengths[layer] for sequence in sequences]
-        if 0 in lengths:
-            raise ValueError(
-                f"{fn}: sequence {list(seq_ids)[lengths.index(0)]!r} holds no position in layer {layer}"
-            )
+        if not all(lengths):
+            empty = list(seq_ids)[lengths.index(0)]
+            raise ValueError(f"{fn}: sequence {empty!r} holds no position in layer {layer}")
         for seq_id, sequence, length in zip(seq_ids, sequences, lengths, strict=True):
             if sequence.gone:
-                self._refuse_gone(
-                    fn, seq_id, sequence, max(length - window, 0) if window > 0 else 0
-                )
-        rows, width = len(sequences), max([len(sequence.table) for sequence in sequences])
-        try:
-            batch = self._spare.pop()  # nobody else has it now, in whichever thread
-        except IndexError:
-            batch = None
-        if batch is None or len(batch.table) < rows or batch.width < width:
-            batch = BatchTable(rows + rows // 2, width + width // 2)
-        batch.lengths[:rows] = lengths
-        batch.fill(sequences, self._version)
+                first = max(length - window, 0) if window > 0 else 0
+                self._refuse_gone(fn, seq_id, sequence, first)
+        width = max([len(sequence.table) for sequence in sequences], default=1)
+        batch = BatchTable.borrow(self._spare, len(sequences), width)
+        batch.fill(sequences, lengths, self._version)
         return batch
 
-    # --- inside
-    # ---------------------------------------------------------------------------------------------
+    def _refuse_closed(self) -> None:
+        self._handle.address  # noqa: B018  it says so
 
-    def _sequence(self, fn: str, seq_id: Hashable) -> _Sequence:
+    def _begin_write(self) -> int:
+        """The pool, after giving back what an interrupted call left."""
+        pool = self._handle.address
+        self._give_back(pool)
+        return pool
+
+    def _commit(self, *steps: Step) -> None:
+        """What a write changes, all of it. Raises TlError where the pool refused a part, which
+        only a caller's own dealings with ``pool`` can bring about."""
+        for result in all_at_once(steps):
+            statuses = result if type(result) is list else [result]
+            refused = [status for status in statuses if type(status) is int and status]
+            if refused:
+                raise self.lib.failure("PagedKVCache", refused[0])
+
+    def _unref(self, pool: int, blocks: list[int]) -> Step:
+        return self.lib.tl_kv_unref.steps(pool, reversed(blocks))
+
+    def _give_back(self, pool: int) -> None:
+        """Gives the fresh blocks back, if a call that did not end well has left any."""
+        if self._fresh is not None:
+            taken = self._fresh[self._fresh != NO_BLOCK].tolist()
+            all_at_once([self._unref(pool, taken), partial(setattr, self, "_fresh", None)])
+
+    def _sequence(self, fn: str, seq_id: Hashable) -> CachedSequence:
         try:
             return self._sequences[seq_id]
         except KeyError:
@@ -568,7 +687,7 @@ class PagedKVCache:
         if seq_id in self._sequences:
             raise ValueError(f"{fn}: sequence {seq_id!r} is live already")
 
-    def _refuse_gone(self, fn: str, seq_id: Hashable, sequence: _Sequence, first: int) -> None:
+    def _refuse_gone(self, fn: str, seq_id: Hashable, sequence: CachedSequence, first: int) -> None:
         """Raises ValueError where position ``first`` was given back."""
         begin = sequence.gone * self.block_size
         if first < begin:
@@ -580,10 +699,16 @@ class PagedKVCache:
     def _layer(self, fn: str, layer: Any) -> int:
         return integer(fn, "layer", layer, 0, self.n_layers - 1, ValueError)
 
-    def _check_kv(self, k: Any, v: Any) -> int:
-        """T, after checking K and V in full."""
-        array("append", "k", k, F16, F32, F64, ndim=3)
-        array("append", "v", v, F16, F32, F64, ndim=3)
+    def _rows(self, k: Tensor, v: Tensor) -> tuple[NDArray[Any], NDArray[Any]]:
+        """K and V, checked in full, as the library takes them: both float32 with the same strides,
+        or both uint16 codes of float16."""
+        sides = []
+        for name, side in (("k", k), ("v", v)):
+            a, element = as_array("append", name, side)
+            with_axes("append", name, a, 3)
+            halves = a.dtype is F16 or element == "float16"
+            sides.append(a if halves else as_f32_for_f16("append", name, a, element))
+        k, v = sides
         n_heads, n_tokens, width = k.shape
         if (n_heads, width) != (self.n_kv_heads, self.d_head) or n_tokens < 1:
             raise ValueError(
@@ -592,7 +717,16 @@ class PagedKVCache:
             )
         if v.shape != k.shape:
             raise ValueError(f"append: v has shape {v.shape}, k {k.shape}")
-        return int(n_tokens)
+        if k.dtype == F32 and v.dtype == F32:
+            return _alike(k, v)
+        return self._codes(k), self._codes(v)
+
+    def _codes(self, a: NDArray[Any]) -> NDArray[np.uint16]:
+        if a.dtype == F16:
+            return whole_rows(a).view(np.uint16)
+        codes = np.empty(a.shape, np.uint16)
+        self.lib.tl_f32_to_f16_n(f32_ptr(packed(a)), u16_ptr(codes), a.size)
+        return codes
 
     def _fill(self, complete: int, i: int) -> int:
         """Fill of the i-th block of a sequence of which every layer holds ``complete`` positions."""
@@ -617,7 +751,7 @@ class PagedKVCache:
             )
         return fills
 
-    def _is_writable(self, pool: int, sequence: _Sequence, i: int) -> bool:
+    def _is_writable(self, pool: int, sequence: CachedSequence, i: int) -> bool:
         """Whether the i-th block is this sequence's alone and not frozen under a hash."""
         block = int(sequence.table[i])
         if self.lib.tl_kv_refs(pool, block) > 1:
@@ -631,21 +765,23 @@ class PagedKVCache:
     def _take(self, pool: int, seq_id: Hashable, n_copies: int, n_more: int) -> NDArray[np.uint32]:
         """Fresh blocks, all or none."""
         n = n_copies + n_more
-        ids = np.empty(min(n, self.num_blocks), np.uint32)
+        if n == 0:
+            return np.empty(0, np.uint32)
         try:
-            if n == len(ids):
-                if n:
-                    self.lib.tl_kv_alloc(pool, n, u32_ptr(ids))
-                    self._pool_stats(pool)
-                return ids
+            if n <= self.num_blocks:
+                fresh = self._fresh = np.full(n, NO_BLOCK, np.uint32)
+                self.lib.tl_kv_alloc(pool, n, u32_ptr(fresh))
+                self._pool_stats(pool)
+                return fresh
         except TlError as error:
+            self._fresh = None  # it took none
             if error.status != TL_EFULL:
                 raise
         self._failures += 1
-        stats = self.stats()
+        stats = self._pool_stats(pool)
         raise OutOfBlocks(
-            f"append: sequence {seq_id!r} needs {n_more} more blocks and {n_copies} to copy what is shared; "
-            f"{stats['free']} are free and {stats['cached']} cached of {self.num_blocks}"
+            f"append: sequence {seq_id!r} needs {n_more} more blocks and {n_copies} to copy what "
+            f"is shared; {stats.free} are free and {stats.cached} cached of {self.num_blocks}"
         )
 
     def _pool_stats(self, pool: int) -> KvStats:
@@ -656,8 +792,10 @@ class PagedKVCache:
             self._high_water = stats.used
         return stats
 
-    def _unref(self, pool: int, blocks: list[int]) -> None:
-        self.lib.tl_kv_unref.each(pool, reversed(blocks))
+    def _layer_view(self, pool: int, layer: int) -> KvView:
+        struct = KvView()
+        self.lib.tl_kv_pool_view(pool, layer, struct)
+        return struct
 
     def _view(self, pool: int, block: int, layer: int, is_v: int) -> NDArray[np.float16]:
         return block_view(self.lib.tl_kv_block_ptr(pool, block, layer, is_v), self._slab)
@@ -677,26 +815,21 @@ class PagedKVCache:
         k: NDArray[Any],
         v: NDArray[Any],
     ) -> None:
-        """Stores K and V, both float32 with the same strides or both float16, from position ``begin`` on."""
-        n_tokens = k.shape[1]
+        """Stores K and V, as ``_rows`` gives them, from position ``begin`` on."""
+        n, steps = k.shape[1], [stride // k.itemsize for a in (k, v) for stride in a.strides[1::-1]]
         if k.dtype == F32:
-            head, token = k.strides[0] // F32.itemsize, k.strides[1] // F32.itemsize
             self.lib.tl_kv_append_f32(
-                pool,
-                layer,
-                u32_ptr(table),
-                len(table),
-                begin,
-                n_tokens,
-                f32_ptr(k),
-                f32_ptr(v),
-                head,
-                token,
-            )
+                pool, layer, u32_ptr(table), len(table), begin, n, f32_ptr(k), f32_ptr(v),
+                steps[1], steps[0],
+            )  # fmt: skip
             return
-        for block, slots, span in self._pieces(table, begin, begin + n_tokens):
-            self._view(pool, block, layer, 0).view(np.uint16)[:, slots] = k.view(np.uint16)[:, span]
-            self._view(pool, block, layer, 1).view(np.uint16)[:, slots] = v.view(np.uint16)[:, span]
+        places = np.arange(begin, begin + n)
+        slots = table[places // self.block_size] * np.int64(self.block_size)
+        slots += places % self.block_size
+        self.lib.tl_kv_write_slots(
+            self._layer_view(pool, layer), i64_ptr(slots), n, k.ctypes.data, v.ctypes.data, TL_F16,
+            *steps,
+        )  # fmt: skip
 
     def _pieces(
         self, table: NDArray[np.uint32], begin: int, end: int
@@ -713,22 +846,19 @@ class PagedKVCache:
 
 
 def _alike(k: NDArray[Any], v: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """float32 K and V of the same strides, in whole elements, 1 in the last axis: as they are, or copies."""
-    usable = k.strides == v.strides and k.flags.aligned and v.flags.aligned
-    if (
-        usable
-        and k.strides[2] == F32.itemsize
-        and not any(stride % F32.itemsize for stride in k.strides)
-    ):
-        return k, v
+    """float32 K and V of the same strides, whole elements, 1 in the last axis: as they are, or
+    copies."""
+    if k.strides == v.strides and k.strides[2] == F32.itemsize:
+        if whole_rows(k) is k and whole_rows(v) is v:
+            return k, v
     return packed(k), packed(v)
 
 
-def _to_f16(a: NDArray[Any]) -> NDArray[np.float16]:
-    """float16 as it is; the others rounded once, whatever infinities that makes."""
-    if a.dtype == F16:
-        return a
-    with np.errstate(all="ignore"):
-        half = a.astype(np.float16, order="C", subok=False)
-    half.view(np.uint16)[np.isnan(a)] = _F16_NAN
-    return half
+def ids_in_order(fn: str, seq_ids: Any) -> Sequence[Hashable]:
+    """``seq_ids``. Raises TypeError for what is one string, or has no order or no length."""
+    if type(seq_ids) in (list, tuple):
+        return seq_ids  # type: ignore[no-any-return]
+    unordered = isinstance(seq_ids, (str, bytes, bytearray, Mapping, Set))
+    if unordered or not hasattr(seq_ids, "__len__") or not hasattr(seq_ids, "__iter__"):
+        raise TypeError(f"{fn}: seq_ids must be a list of ids, not {seq_ids!r}")
+    return seq_ids  # type: ignore[no-any-return]

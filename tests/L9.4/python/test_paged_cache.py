@@ -620,30 +620,22 @@ class TestBadArguments(Refuses):
     @pytest.mark.parametrize(
         "dtype",
         [
-            np.int32,
-            np.int64,
-            np.uint16,
             bool,
             complex,
-            np.longdouble,
             object,
-            ">f4",
-            ">f2",
-            ">f8",
             "S4",
+            "m8[s]",
         ],
     )
-    def test_another_dtype_is_a_type_error(self, dtype: Any) -> None:
+    def test_what_are_no_real_numbers_is_a_type_error(self, dtype: Any) -> None:
         good, bad = np.zeros((HEADS, 1, WIDTH), np.float32), np.zeros((HEADS, 1, WIDTH), dtype)
         for k, v in ((bad, good), (good, bad)):
-            with pytest.raises(
-                TypeError, match=r"append: [kv] must be float16 or float32 or float64"
-            ):
+            with pytest.raises(TypeError, match="^append: [kv] must be real numbers, not"):
                 self.cache.append("a", 0, k, v)
 
-    @pytest.mark.parametrize("what", [None, 1.0, [[[0.0] * WIDTH]] * HEADS, b"x"])
+    @pytest.mark.parametrize("what", [None, "k", {1.0}, [[1.0], [2.0, 3.0]], object()])
     def test_what_is_no_array_is_a_type_error(self, what: Any) -> None:
-        with pytest.raises(TypeError, match="append: k must be a numpy array"):
+        with pytest.raises(TypeError, match="^append: k must be"):
             self.cache.append("a", 0, what, np.zeros((HEADS, 1, WIDTH), np.float32))
         masked = np.ma.zeros((HEADS, 1, WIDTH), np.float32)
         with pytest.raises(TypeError, match="MaskedArray"):
@@ -710,7 +702,7 @@ def test_numpy_integers_are_sizes(lib: Lib, integer: Any) -> None:
 def test_sizes_that_multiply_beyond_memory_raise_and_reserve_nothing(
     lib: Lib, sizes: tuple[int, ...]
 ) -> None:
-    with pytest.raises((ValueError, TlError), match="tl_kv_pool_create"):
+    with pytest.raises((ValueError, TlError), match=r"^PagedKVCache: (?!tl_)|tl_kv_pool_create"):
         PagedKVCache(lib, *sizes)
 
 

@@ -214,19 +214,17 @@ class TestDecodeRefuses:
         }
         paged_attention_decode(**given)
 
-    @pytest.mark.parametrize(
-        "dtype", [np.float64, np.float16, np.int32, bool, complex, ">f4", object]
-    )
-    def test_another_dtype_of_q(self, dtype: Any) -> None:
-        with pytest.raises(
-            TypeError, match="paged_attention_decode: q must be float32 in native byte order"
-        ):
+    @pytest.mark.parametrize("dtype", [bool, complex, object, "S4", "M8[s]"])
+    def test_q_of_what_are_no_real_numbers(self, dtype: Any) -> None:
+        with pytest.raises(TypeError, match="^paged_attention_decode: q must be real numbers, not"):
             self.call(q=self.q.astype(dtype))
 
     def test_no_array_at_all(self) -> None:
-        for bad in (None, 1.0, self.q.tolist(), np.ma.array(self.q), memoryview(self.q)):
-            with pytest.raises(TypeError, match="paged_attention_decode: q must be a numpy array"):
+        for bad in (None, {1.0}, "q", [[["1"]]], [[1.0], [2.0, 3.0]], np.ma.array(self.q)):
+            with pytest.raises(TypeError, match="^paged_attention_decode: q must be"):
                 self.call(q=bad)
+        with pytest.raises(ValueError, match="^paged_attention_decode: q must have 3 axes"):
+            self.call(q=1.0)
 
     @pytest.mark.parametrize(
         "shape",
@@ -417,10 +415,10 @@ def test_prefill_refuses_what_does_not_fit(lib: Lib) -> None:
     q, k, v = tensors()
     fn = "flash_attention"
     for i, name in enumerate("qkv"):
-        for dtype in (np.float64, np.float16, np.int32, ">f4"):
+        for dtype in (bool, complex, object, "S4"):
             args = [q, k, v]
             args[i] = args[i].astype(dtype)
-            with pytest.raises(TypeError, match=f"{fn}: {name} must be float32"):
+            with pytest.raises(TypeError, match=f"^{fn}: {name} must be real numbers, not"):
                 flash_attention(*args)
         args = [q, k, v]
         args[i] = args[i][0]
@@ -434,8 +432,8 @@ def test_prefill_refuses_what_does_not_fit(lib: Lib) -> None:
     for logits, error in (
         (normal(H + 1), ValueError),
         (normal(1, H), ValueError),
-        (np.zeros(H), TypeError),
-        ([0.0] * H, TypeError),
+        (np.zeros(H, bool), TypeError),
+        ({0.0}, TypeError),
     ):
         with pytest.raises(error, match=f"{fn}: sink_logits"):
             flash_attention(q, k, v, sink_logits=logits)
@@ -567,8 +565,9 @@ def test_many_python_threads_decode_on_one_cache_and_one_pool(cache: PagedKVCach
 def test_nothing_is_closed_under_a_call(lib: Lib) -> None:
     cache, pool = PagedKVCache(lib, 1, 1, 1, 1, 1), ThreadPool(1)
     for owner in (cache, pool):
-        with owner._handle, pytest.raises(RuntimeError, match="in use"):
-            owner.close()
+        for inside in (owner._handle.read, owner._handle.write):
+            with inside(), pytest.raises(RuntimeError, match="so it cannot be closed"):
+                owner.close()
     assert pool.threads == 1
     assert cache.stats()["free"] == 1
     for owner in (cache, pool):
@@ -594,6 +593,11 @@ def test_after_close_every_method_says_closed(lib: Lib) -> None:
         "truncate": lambda: cache.truncate("a", 0),
         "trim_front": lambda: cache.trim_front("a", 1),
         "view": lambda: cache.view(0),
+        "batch": lambda: cache.batch(["a"], 0),
+        "nbytes": lambda: cache.nbytes,
+        "__contains__": lambda: "a" in cache,
+        "__iter__": lambda: list(cache),
+        "__len__": lambda: len(cache),
         "block_table": lambda: cache.block_table("a"),
         "seq_len": lambda: cache.seq_len("a"),
         "gather": lambda: cache.gather("a", 0),
@@ -611,14 +615,18 @@ def test_after_close_every_method_says_closed(lib: Lib) -> None:
     public = {
         name
         for name, member in vars(PagedKVCache).items()
-        if not name.startswith("_") and name != "close"
+        if not name.startswith("_") and name != "close" and name not in cache.__annotations__
     }
     assert public < set(calls)
     for call in calls.values():
         with pytest.raises(ClosedError, match="PagedKVCache is closed"):
             call()
     assert issubclass(ClosedError, RuntimeError)
-    assert "PagedKVCache(" in repr(cache)
+    assert repr(cache).endswith("d_head=1, closed)")
+    pool = ThreadPool(2)
+    assert repr(pool) == "ThreadPool(2)"
+    pool.close()
+    assert repr(pool) == "ThreadPool(closed)"
 
 
 def test_leaving_a_with_block_by_an_exception_closes(lib: Lib) -> None:
@@ -650,7 +658,7 @@ def test_collection_destroys_exactly_once_also_in_a_cycle(lib: Lib) -> None:
     watch("tl_pool_destroy")
     for make in (lambda: PagedKVCache(watched, 1, 1, 1, 1, 1), lambda: ThreadPool(2, lib=watched)):
         owner: Any = make()
-        address = owner._handle._address
+        address = owner._handle.address
         owner.itself = owner
         gone = weakref.ref(owner)
         del owner

@@ -10,7 +10,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from tinyllm._check import UINT32_MAX, Tensor
+from tinyllm._arrays import Tensor
+from tinyllm._check import UINT32_MAX
 from tinyllm._observers import OBSERVERS
 from tinyllm._paged_call import PagedCall, per_head
 from tinyllm.kv_view import KVView
@@ -61,7 +62,7 @@ def attention_mass(
             f"{kv.n_kv_heads}"
         )
     sinks = per_head(fn, "sink_logits", sink_logits, n_heads)
-    with kv._owner, _unobserved():
+    with kv.reading(), _unobserved():
         visible, lse = _lse_of_blocks(whole)
     # What follows is softmax over blocks, [B,n,H], with the sink as one more.
     rest = np.full(n_heads, -np.inf) if sinks is None else sinks.astype(np.float64)
@@ -125,13 +126,13 @@ def _refuse_lengths(whole: PagedCall, most: int) -> None:
 def _refuse_blocks(whole: PagedCall, seq: NDArray[np.int64], entry: NDArray[np.int64]) -> None:
     """Raises ValueError where an entry that is needed names no block."""
     ids = whole.block_tables[seq, entry]
-    bad = np.flatnonzero(ids >= whole.kv.n_blocks)
+    bad = np.flatnonzero(ids >= whole.kv.num_blocks)
     if bad.size:
         s, e, block = seq[bad[0]], entry[bad[0]], int(ids[bad[0]])
         named = block - UINT32_MAX - 1 if block > UINT32_MAX // 2 else block
         raise ValueError(
             f"{whole.fn}: block_tables[{s}][{e}] = {named} is needed and names none of "
-            f"{whole.kv.n_blocks} blocks"
+            f"{whole.kv.num_blocks} blocks"
         )
 
 

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: MIT
+"""What callers give as arrays, as numpy arrays: one rule for every function.
+
+Memory is read where it lies: numpy's, or a tensor's by DLPack or the buffer protocol, bfloat16 by
+what its own dtype says. What is not of the type a kernel reads (lists, integers, float64, another
+byte order) is converted once, and numbers that are no real numbers are refused.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tinyllm._check import F32, I32, INT32_MAX
+
+Tensor: TypeAlias = Any  # a numpy array, or anything that can be read as one
+
+BF16: Final = "bfloat16"  # held as uint16 here: numpy has no such type
+_LAST_29: Final = (1 << 29) - 1  # bits of a float64 that a float32 has no room for
+
+
+def as_array(fn: str, name: str, value: Tensor) -> tuple[NDArray[Any], str]:
+    """``value`` as a plain array, over the same memory where it has any, and what its elements are:
+    the name of their dtype, or "bfloat16".
+
+    Raises: TypeError where it is no array.
+    """
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(f"{fn}: {name} must be a plain array, not {type(value).__name__}")
+    if isinstance(value, np.ndarray):
+        return _described(value)
+    try:
+        if _is_bfloat16_tensor(value):
+            return _codes_of(value), BF16
+        a = _converted(value)
+    except (TypeError, ValueError, RuntimeError, BufferError) as error:
+        raise TypeError(
+            f"{fn}: {name} must be an array, and numpy cannot read {_said(value)} as one ({error})"
+        ) from None
+    if a.dtype.kind == "O":
+        raise TypeError(f"{fn}: {name} must be an array of numbers, not {_said(value)}")
+    return _described(a)
+
+
+def floats(fn: str, name: str, value: Tensor, ndim: int) -> NDArray[Any]:
+    """``value`` as float32 with ``ndim`` axes, itself where it is that.
+
+    Raises: TypeError where it is no array of real numbers, ValueError for another number of axes.
+    """
+    if type(value) is np.ndarray and value.dtype is F32:
+        return with_axes(fn, name, value, ndim)
+    a, element = as_array(fn, name, value)
+    return as_f32(fn, name, with_axes(fn, name, a, ndim), element)
+
+
+def as_f32(fn: str, name: str, a: NDArray[Any], element: str) -> NDArray[Any]:
+    """What ``as_array`` gave as float32, rounded once to the nearest. Raises: TypeError."""
+    if a.dtype is F32 or element == "float32":
+        return a
+    if element == BF16:
+        return (a.astype(np.uint32) << 16).view(np.float32)
+    if a.dtype.kind not in "fiu":
+        raise TypeError(f"{fn}: {name} must be real numbers, not {element}")
+    with np.errstate(all="ignore"):  # overflow is infinity, whatever the caller's state says
+        return a.astype(np.float32)
+
+
+def as_f32_for_f16(fn: str, name: str, a: NDArray[Any], element: str) -> NDArray[Any]:
+    """``as_f32`` for what will be rounded to f16: of a float64 the bits behind the 24 of a float32
+    leave a one at their end, so that rounding again gives what rounding once would."""
+    if a.dtype.kind != "f" or a.dtype.itemsize <= 4:
+        return as_f32(fn, name, a, element)
+    with np.errstate(all="ignore"):
+        bits = np.array(a, np.float64, order="C", subok=False).view(np.int64)
+        sticky = bits & _LAST_29
+        sticky += _LAST_29
+        sticky &= _LAST_29 + 1
+        bits |= sticky
+        bits &= ~_LAST_29
+        return bits.view(np.float64).astype(np.float32)
+
+
+def integers(
+    fn: str, name: str, value: Tensor, dtype: np.dtype[Any], low: int, high: int
+) -> NDArray[Any]:
+    """``value``, integers [n] of any type, as a contiguous array of ``dtype``, itself where it is
+    that.
+
+    Raises: TypeError where they are no integers, ValueError for another number of axes or one that
+    is not in [low, high].
+    """
+    a, element = as_array(fn, name, value)
+    if a.ndim == 0 and a.dtype.kind in "iuf":
+        raise TypeError(f"{fn}: {name} must be an array or a list of integers, not one: {value!r}")
+    with_axes(fn, name, a, 1)
+    if a.dtype.kind not in "iu" and a.size:
+        raise TypeError(f"{fn}: {name} must be integers, not {element}")
+    beyond = np.flatnonzero((a < low) | (a > high))
+    if beyond.size:
+        i = int(beyond[0])
+        raise ValueError(f"{fn}: {name}[{i}] = {a[i]} is outside {low} .. {high}")
+    return packed(a) if a.dtype == dtype else a.astype(dtype)
+
+
+def int32s(fn: str, name: str, value: Tensor) -> NDArray[Any]:
+    """``integers`` that an int32 holds."""
+    if type(value) is np.ndarray and value.dtype is I32 and value.ndim == 1:
+        return packed(value)
+    return integers(fn, name, value, I32, -INT32_MAX - 1, INT32_MAX)
+
+
+def output(fn: str, out: Tensor, wanted: tuple[int, ...], axes: str) -> NDArray[np.float32]:
+    """The memory of ``out``, to be written: float32 of the shape ``wanted``, spelled ``axes``.
+
+    Raises: TypeError for anything else than float32; ValueError for another shape, and for memory
+    that is read-only or not aligned.
+    """
+    if isinstance(out, (list, tuple, int, float)):
+        raise TypeError(f"{fn}: out must be an array to be written, not {_said(out)}")
+    a, element = as_array(fn, "out", out)
+    if element != "float32":
+        raise TypeError(f"{fn}: out must be float32 in native byte order, not {element}")
+    shape(fn, "out", a, wanted, axes)
+    if not a.flags.writeable:
+        raise ValueError(f"{fn}: out is read-only{_why_read_only(out)}")
+    if not a.flags.aligned:
+        raise ValueError(f"{fn}: out is not aligned to {F32.itemsize} bytes")
+    return a
+
+
+def _why_read_only(out: Tensor) -> str:
+    if isinstance(out, np.ndarray) or not hasattr(out, "__dlpack__"):
+        return ""
+    return (
+        f": numpy {np.__version__} cannot write to this {type(out).__name__}; numpy 2.2.5 or newer "
+        "can where the tensor allows it, or give an array over its memory (out.numpy())"
+    )
+
+
+def with_axes(fn: str, name: str, a: NDArray[Any], ndim: int) -> NDArray[Any]:
+    """``a``. Raises: ValueError where it has another number of axes."""
+    if a.ndim != ndim:
+        axes = "1 axis" if ndim == 1 else f"{ndim} axes"
+        raise ValueError(f"{fn}: {name} must have {axes}, its shape is {a.shape}")
+    return a
+
+
+def shape(fn: str, name: str, value: NDArray[Any], wanted: tuple[int, ...], axes: str) -> None:
+    """Raises ValueError where the shape of ``value`` is another than ``wanted``, spelled ``axes``
+    in the message."""
+    if value.shape != wanted:
+        raise ValueError(f"{fn}: {name} has shape {value.shape}, expected {axes} = {wanted}")
+
+
+def packed(value: NDArray[Any]) -> NDArray[Any]:
+    """``value`` itself where it is C-contiguous and aligned, else a copy that is."""
+    flags = value.flags
+    if flags.c_contiguous and flags.aligned:
+        return value
+    return np.array(value, order="C", subok=False)
+
+
+def whole_rows(a: NDArray[Any]) -> NDArray[Any]:
+    """``a`` itself where its rows can be read by strides of whole elements, else a copy."""
+    flags = a.flags
+    if flags.c_contiguous and flags.aligned:
+        return a
+    uneven = not flags.aligned or any(stride % a.itemsize for stride in a.strides)
+    if not uneven and (a.shape[-1] <= 1 or a.strides[-1] == a.itemsize):
+        return a
+    return np.array(a, order="C", subok=False)
+
+
+def _described(a: NDArray[Any]) -> tuple[NDArray[Any], str]:
+    dtype = a.dtype
+    if dtype.name == BF16:  # of a library that gives numpy the type
+        return a.view(np.uint16), BF16
+    return a, str(dtype.name if dtype.isnative else dtype.str)
+
+
+def _is_bfloat16_tensor(value: Any) -> bool:
+    return str(getattr(value, "dtype", "")).rpartition(".")[2] == BF16
+
+
+def _codes_of(tensor: Any) -> NDArray[Any]:
+    """A bfloat16 tensor as uint16: its own library shows it as integers, which numpy reads."""
+    library = sys.modules[type(tensor).__module__.partition(".")[0]]
+    return np.from_dlpack(tensor.view(library.int16)).view(np.uint16)
+
+
+def _converted(value: Any) -> NDArray[Any]:
+    if hasattr(value, "__dlpack__") and not isinstance(value, np.generic):
+        return np.from_dlpack(value)
+    if isinstance(value, (list, tuple)) or hasattr(value, "__array__"):
+        return np.asarray(value)
+    if isinstance(value, (int, float)):
+        return np.asarray(value)  # without axes, which the caller then speaks of
+    return np.asarray(memoryview(value))
+
+
+def _said(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"a {type(value).__name__}"
