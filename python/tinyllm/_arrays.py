@@ -20,6 +20,7 @@ Tensor: TypeAlias = Any  # a numpy array, or anything that can be read as one
 
 BF16: Final = "bfloat16"  # held as uint16 here: numpy has no such type
 _LAST_29: Final = (1 << 29) - 1  # bits of a float64 that a float32 has no room for
+_AT_ONCE: Final = 1 << 14
 
 
 def as_array(fn: str, name: str, value: Tensor) -> tuple[NDArray[Any], str]:
@@ -28,6 +29,8 @@ def as_array(fn: str, name: str, value: Tensor) -> tuple[NDArray[Any], str]:
 
     Raises: TypeError where it is no array.
     """
+    if type(value) is np.ndarray and value.dtype is F32:
+        return value, "float32"
     if isinstance(value, np.ma.MaskedArray):
         raise TypeError(f"{fn}: {name} must be a plain array, not {type(value).__name__}")
     if isinstance(value, np.ndarray):
@@ -50,8 +53,6 @@ def floats(fn: str, name: str, value: Tensor, ndim: int) -> NDArray[Any]:
 
     Raises: TypeError where it is no array of real numbers, ValueError for another number of axes.
     """
-    if type(value) is np.ndarray and value.dtype is F32:
-        return with_axes(fn, name, value, ndim)
     a, element = as_array(fn, name, value)
     return as_f32(fn, name, with_axes(fn, name, a, ndim), element)
 
@@ -73,14 +74,20 @@ def as_f32_for_f16(fn: str, name: str, a: NDArray[Any], element: str) -> NDArray
     leave a one at their end, so that rounding again gives what rounding once would."""
     if a.dtype.kind != "f" or a.dtype.itemsize <= 4:
         return as_f32(fn, name, a, element)
+    wide = np.ascontiguousarray(a, np.float64)
+    out = np.empty(a.shape, np.float32)
+    bits, rounded = wide.reshape(-1).view(np.int64), out.reshape(-1)
+    sticky = np.empty(_AT_ONCE, np.int64)  # one that the cache of a core holds, used again
     with np.errstate(all="ignore"):
-        bits = np.array(a, np.float64, order="C", subok=False).view(np.int64)
-        sticky = bits & _LAST_29
-        sticky += _LAST_29
-        sticky &= _LAST_29 + 1
-        bits |= sticky
-        bits &= ~_LAST_29
-        return bits.view(np.float64).astype(np.float32)
+        for begin in range(0, len(bits), _AT_ONCE):
+            piece = bits[begin : begin + _AT_ONCE]
+            odd = np.bitwise_and(piece, _LAST_29, out=sticky[: len(piece)])
+            odd += _LAST_29  # bit 29 is 1 where any of the last 29 was
+            odd &= _LAST_29 + 1
+            odd |= piece
+            odd &= ~_LAST_29
+            rounded[begin : begin + _AT_ONCE] = odd.view(np.float64)
+    return out
 
 
 def integers(

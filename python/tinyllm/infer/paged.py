@@ -704,10 +704,11 @@ class PagedKVCache(NotCopied):
         or both uint16 codes of float16."""
         sides = []
         for name, side in (("k", k), ("v", v)):
-            a, element = as_array("append", name, side)
-            with_axes("append", name, a, 3)
-            halves = a.dtype is F16 or element == "float16"
-            sides.append(a if halves else as_f32_for_f16("append", name, a, element))
+            if type(side) is not np.ndarray or (side.dtype is not F32 and side.dtype is not F16):
+                side, element = as_array("append", name, side)
+                if element != "float16":
+                    side = as_f32_for_f16("append", name, side, element)
+            sides.append(with_axes("append", name, side, 3))
         k, v = sides
         n_heads, n_tokens, width = k.shape
         if (n_heads, width) != (self.n_kv_heads, self.d_head) or n_tokens < 1:
