@@ -139,11 +139,11 @@ def output(fn: str, out: Tensor, wanted: tuple[int, ...], axes: str) -> NDArray[
 
 
 def _why_read_only(out: Tensor) -> str:
-    if isinstance(out, np.ndarray) or not hasattr(out, "__dlpack__"):
+    if isinstance(out, np.ndarray) or np.lib.NumpyVersion(np.__version__) >= "2.2.5":
         return ""
     return (
-        f": numpy {np.__version__} cannot write to this {type(out).__name__}; numpy 2.2.5 or newer "
-        "can where the tensor allows it, or give an array over its memory (out.numpy())"
+        f": numpy {np.__version__} writes to no tensor of another library; numpy 2.2.5 or newer "
+        "does, or give an array over its memory (out.numpy())"
     )
 
 

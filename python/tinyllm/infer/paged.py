@@ -825,7 +825,7 @@ class PagedKVCache(NotCopied):
             )  # fmt: skip
             return
         places = np.arange(begin, begin + n)
-        slots = table[places // self.block_size] * np.int64(self.block_size)
+        slots = table[places // self.block_size].astype(np.int64) * self.block_size
         slots += places % self.block_size
         self.lib.tl_kv_write_slots(
             self._layer_view(pool, layer), i64_ptr(slots), n, k.ctypes.data, v.ctypes.data, TL_F16,

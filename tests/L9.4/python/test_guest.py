@@ -389,17 +389,25 @@ def test_numpys_error_state_and_warnings_are_the_callers_and_change_nothing() ->
 # --------------------------------------------------------------------------------------------------
 
 
+def held_to_the_end(owner: Any, error: type[Exception] | None) -> memoryview:
+    """Leaves the with block of ``owner`` while somebody is inside, by ``error`` if there is one."""
+    with owner:
+        inside: memoryview = owner._handle.read()
+        if error:
+            raise error
+    return inside
+
+
 def test_an_exception_on_its_way_is_not_hidden_by_a_cache_in_use() -> None:
-    for make_one in (make, lambda: ThreadPool(1)):
-        with pytest.raises(ZeroDivisionError), make_one() as owner:  # type: ignore[no-untyped-call]
-            inside = owner._handle.read()
-            raise ZeroDivisionError
+    for owner in (make(), ThreadPool(1)):
+        with pytest.raises(ZeroDivisionError) as caught:
+            held_to_the_end(owner, ZeroDivisionError)
         assert not owner._handle.closed
-        inside.release()
-        owner.close()
-        with pytest.raises(ConcurrentUseError), make_one() as owner:  # type: ignore[no-untyped-call]
-            inside = owner._handle.read()
-        inside.release()
+        with pytest.raises(ConcurrentUseError, match="so it cannot be closed"):
+            owner.close()
+        del caught  # and with it the frame that is inside
+        with pytest.raises(ConcurrentUseError, match="so it cannot be closed"):
+            held_to_the_end(owner, None)
         owner.close()
 
 
