@@ -153,11 +153,21 @@ class PagedCall:
         for observer in observers:
             observer.after(self)
 
-    def states(self, first_split: int, n_splits: int, states: NDArray[np.float32]) -> None:
-        """Writes ``states`` [total_q,H,n_splits,2+Dv], contiguous. Raises as ``attend``."""
+    def states(
+        self,
+        first_split: int,
+        n_splits: int,
+        states: NDArray[np.float32],
+        *,
+        span: int = TL_ATTN_SPLIT,
+        first_block: int = 0,
+    ) -> None:
+        """Writes ``states`` [total_q,H,n,2+Dv], contiguous, n of ``span`` positions each. Raises as
+        ``attend``."""
         workers = handle_of(self.fn, self.threads, self.lib)
         with self.kv.reading(), reading(workers):
             args = self._arguments(address_of(workers), None, None, None)
+            args.state_span, args.first_block = span, first_block
             obey(
                 self.fn,
                 self.lib.tl_paged_attn_states_f32,

@@ -20,7 +20,7 @@ from tinyllm._observers import OBSERVERS
 from tinyllm._paged_call import PagedCall, obey, per_head, scale_of, window_of
 from tinyllm._pieces import LONG, in_pieces, positions_seen
 from tinyllm.ffi.handle import address_of, reading
-from tinyllm.ffi.libtinyllm import AttnPart, f32_ptr, load
+from tinyllm.ffi.libtinyllm import TL_ATTN_SPLIT, TL_ATTN_STRETCH, AttnPart, f32_ptr, load
 from tinyllm.infer.paged import PagedKVCache, ids_in_order
 from tinyllm.kv_view import KVView
 from tinyllm.threads import ThreadPool, handle_of
@@ -33,7 +33,7 @@ __all__ = [
     "paged_attention_states",
 ]
 
-_STATES = "[total_q,H,n_splits,2+Dv]"
+_STATES = "[total_q,H,n,2+Dv]"
 
 
 def paged_attention_decode(
@@ -236,23 +236,31 @@ def paged_attention_states(
     alibi_slopes: Tensor | None = None,
     threads: int | ThreadPool | None = None,
     out: NDArray[np.float32] | None = None,
+    span: int = TL_ATTN_SPLIT,
+    first_block: int = 0,
 ) -> NDArray[np.float32]:
     """What splits first_split .. first_split + n_splits - 1 leave of each row, for
-    ``merge_states``: out [total_q,H,n_splits,2+Dv].
+    ``merge_states``: out [total_q,H,n,2+Dv].
 
-    A split is 1024 positions from a multiple of 1024 on. Its state is m, the largest score; L, the
-    sum of exp(s - m); and the values weighted by exp(s - m), unnormalised. Where a row sees nothing
-    of a split, m is -inf and the rest zeros.
+    A split is 1024 positions from a multiple of 1024 on, a stretch 16 of them from a multiple of
+    16384 on. The state of either is m, the largest score; L, the sum of exp(s - m); and the values
+    weighted by exp(s - m), unnormalised. Where a row sees nothing of it, m is -inf and the rest
+    zeros.
     Only K and V of those splits are read, and only table entries that hold their visible positions
     looked at: who holds a part of a context can work on that part.
 
     q, kv, block_tables, ctx_lens, cu_seqlens_q, scale, window, softcap, alibi_slopes, threads: as
     for ``paged_attention``.
-    out: C-contiguous float32 [total_q,H,n_splits,2+Dv] that overlaps no other argument, written and
+    span: positions of one state: 1024, and n is n_splits; or 16384, and n is n_splits / 16, with
+    first_split and n_splits multiples of 16.
+    first_block: which block of a context the first entry of its table is: who holds a part needs no
+    table but its own.
+    out: C-contiguous float32 [total_q,H,n,2+Dv] that overlaps no other argument, written and
     returned; None makes a new one.
 
-    Raises: as ``paged_attention``; ValueError also for first_split below 0, n_splits below 1 or
-    splits past what an int64 counts; MemoryError. ``out`` is then untouched.
+    Raises: as ``paged_attention``; ValueError also for first_split below 0, n_splits below 1,
+    splits past what an int64 counts or that make no whole stretches, another span, and positions
+    needed before first_block; MemoryError. ``out`` is then untouched.
     """
     fn = "paged_attention_states"
     call = PagedCall(
@@ -270,17 +278,25 @@ def paged_attention_states(
     )
     first_split = integer(fn, "first_split", first_split, 0, INT64_MAX)
     n_splits = integer(fn, "n_splits", n_splits, 1, INT64_MAX - first_split)
+    span = _span(fn, "span", span)
+    first_block = integer(fn, "first_block", first_block, 0, INT64_MAX)
+    per_state = span // TL_ATTN_SPLIT
+    if first_split % per_state or n_splits % per_state:
+        raise ValueError(
+            f"{fn}: first_split = {first_split} and n_splits = {n_splits} must be multiples of "
+            f"{per_state}, for states of stretches"
+        )
     n_rows, n_heads, _ = call.q.shape
-    wanted = (n_rows, n_heads, n_splits, 2 + kv.head_dims[1])
+    wanted = (n_rows, n_heads, n_splits // per_state, 2 + kv.head_dims[1])
     given = out
     out = np.empty(wanted, np.float32) if out is None else _packed_output(fn, out, wanted, _STATES)
-    call.states(first_split, n_splits, out)
+    call.states(first_split, n_splits, out, span=span, first_block=first_block)
     return out if given is None else given
 
 
 @overload
 def merge_states(
-    parts: Sequence[tuple[NDArray[np.float32], int]],
+    parts: Sequence[tuple[Tensor, int] | tuple[Tensor, int, int]],
     *,
     sink_logits: Tensor | None = None,
     return_lse: Literal[False] = False,
@@ -290,7 +306,7 @@ def merge_states(
 
 @overload
 def merge_states(
-    parts: Sequence[tuple[NDArray[np.float32], int]],
+    parts: Sequence[tuple[Tensor, int] | tuple[Tensor, int, int]],
     *,
     sink_logits: Tensor | None = None,
     return_lse: Literal[True],
@@ -299,7 +315,7 @@ def merge_states(
 
 
 def merge_states(
-    parts: Sequence[tuple[NDArray[np.float32], int]],
+    parts: Sequence[tuple[Tensor, int] | tuple[Tensor, int, int]],
     *,
     sink_logits: Tensor | None = None,
     return_lse: bool = False,
@@ -309,10 +325,10 @@ def merge_states(
     lse [total_q,H]; bit for bit what one call of ``paged_attention`` gives, however the splits were
     divided.
 
-    parts: (states, first_split) in rising order, [total_q,H,n_splits,2+Dv] as
-    ``paged_attention_states`` gives them, copied only where they are not C-contiguous. Together
-    they hold split 0 up to some last one, each once; splits behind the last that any row sees may
-    be missing.
+    parts: (states, first_split), or (states, first_split, span) for another span than 1024, in
+    rising order: [total_q,H,n,2+Dv] as ``paged_attention_states`` gives them, copied only where
+    they are not C-contiguous float32. Together they hold split 0 up to some last one, each once;
+    splits behind the last that any row sees may be missing.
     sink_logits, threads: as for ``paged_attention``.
 
     Raises: TypeError for a wrong type or dtype; ValueError for no parts, shapes that disagree,
@@ -326,12 +342,17 @@ def merge_states(
     n_rows, n_heads, _, width = held[0][0].shape
     if width < 3:
         raise ValueError(f"{fn}: parts[0][0] has shape {held[0][0].shape}, expected {_STATES}")
-    for i, (states, _) in enumerate(held):
+    for i, (states, _, _) in enumerate(held):
         shape(fn, f"parts[{i}][0]", states, (n_rows, n_heads, states.shape[2], width), _STATES)
     sinks = per_head(fn, "sink_logits", sink_logits, n_heads)
     out = np.empty((n_rows, n_heads, width - 2), np.float32)
     lse = np.empty((n_rows, n_heads), np.float32) if return_lse else None
-    table = (AttnPart * len(held))(*[AttnPart(f32_ptr(a), first, a.shape[2]) for a, first in held])
+    table = (AttnPart * len(held))(
+        *[
+            AttnPart(f32_ptr(a), first, a.shape[2] * span // TL_ATTN_SPLIT, span)
+            for a, first, span in held
+        ]
+    )
     lib = threads._lib if isinstance(threads, ThreadPool) else load()
     workers = handle_of(fn, threads, lib)
     with reading(workers):
@@ -460,12 +481,21 @@ def _target(fn: str, out: Tensor, wanted: tuple[int, ...]) -> NDArray[np.float32
     return a
 
 
-def _part(fn: str, i: int, part: Any) -> tuple[NDArray[np.float32], int]:
-    """One of the parts of ``merge_states``: its states, contiguous, and its first split."""
-    if not isinstance(part, (tuple, list)) or len(part) != 2:
+def _part(fn: str, i: int, part: Any) -> tuple[NDArray[np.float32], int, int]:
+    """One of the parts of ``merge_states``: its states, contiguous, first split and span."""
+    if not isinstance(part, (tuple, list)) or len(part) not in (2, 3):
         raise TypeError(
-            f"{fn}: parts[{i}] must be (states, first_split), not {type(part).__name__}"
+            f"{fn}: parts[{i}] must be (states, first_split) or (states, first_split, span), not "
+            f"{type(part).__name__}"
         )
-    states, first = part
+    states, first, span = (*part, TL_ATTN_SPLIT)[:3]
     states = packed(floats(fn, f"parts[{i}][0]", states, 4))
-    return states, integer(fn, f"parts[{i}][1]", first, 0, INT64_MAX)
+    first = integer(fn, f"parts[{i}][1]", first, 0, INT64_MAX)
+    return states, first, _span(fn, f"parts[{i}][2]", span)
+
+
+def _span(fn: str, name: str, span: Any) -> int:
+    n = integer(fn, name, span, 0, INT64_MAX)
+    if n not in (TL_ATTN_SPLIT, TL_ATTN_STRETCH):
+        raise ValueError(f"{fn}: {name} must be {TL_ATTN_SPLIT} or {TL_ATTN_STRETCH}, not {n}")
+    return n

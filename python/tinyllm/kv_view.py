@@ -28,6 +28,7 @@ from tinyllm._not_copied import NotCopied
 from tinyllm.errors import TlError
 from tinyllm.ffi.handle import Handle, reading
 from tinyllm.ffi.libtinyllm import (
+    KV_VIEW_BYTES,
     TL_BF16,
     TL_EINVAL,
     TL_F16,
@@ -125,8 +126,9 @@ class KVView(NotCopied):
             )
         steps = [*_steps(fn, "k", k), *_steps(fn, "v", v)]
         struct = KvView(
-            k.ctypes.data, v.ctypes.data, _CODES[held[0]], 0, *k.shape, v.shape[3], *steps
-        )
+            KV_VIEW_BYTES, k.ctypes.data, v.ctypes.data, _CODES[held[0]], 0, *k.shape, v.shape[3],
+            *steps,
+        )  # fmt: skip
         return cls(
             struct, held[0], sides, lib=lib, writable=k.flags.writeable and v.flags.writeable
         )

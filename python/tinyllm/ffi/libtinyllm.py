@@ -42,6 +42,7 @@ from tinyllm.ffi.elf import reason_not_to_load
 
 __all__ = [
     "ABI_VERSION",
+    "KV_VIEW_BYTES",
     "PAGED_ATTN_ARGS_BYTES",
     "PROTOTYPES",
     "STATUS",
@@ -131,9 +132,11 @@ TL_KV_ENVELOPE_HEADER: Final = 28
 TL_KV_RECORD_HEADER: Final = 12
 TL_KV_ENVELOPE_VERSION: Final = 1
 TL_KV_ALIGN: Final = 64
-TL_NUMERICS_VERSION: Final = 1
+TL_NUMERICS_VERSION: Final = 2
 TL_ATTN_TILE: Final = 16
 TL_ATTN_SPLIT: Final = 1024
+TL_ATTN_STRETCH: Final = 16384
+TL_MAX_HEAD_DIM: Final = 4096
 TL_ATTN_WAVE_SPLITS: Final = 4
 TL_TRACE_ROWS: Final = 0
 TL_TRACE_SHARED: Final = 1
@@ -210,6 +213,7 @@ class KvView(Structure):
     """``tl_kv_view``"""
 
     _fields_ = [
+        ("size", c_uint64),
         ("k", c_void_p),
         ("v", c_void_p),
         ("dtype", c_int32),
@@ -225,7 +229,18 @@ class KvView(Structure):
         ("v_block_stride", c_int64),
         ("v_head_stride", c_int64),
         ("v_token_stride", c_int64),
+        ("k_scale", POINTER(c_float)),
+        ("v_scale", POINTER(c_float)),
+        ("k_scale_block_stride", c_int64),
+        ("k_scale_head_stride", c_int64),
+        ("k_scale_token_stride", c_int64),
+        ("v_scale_block_stride", c_int64),
+        ("v_scale_head_stride", c_int64),
+        ("v_scale_token_stride", c_int64),
     ]
+
+
+KV_VIEW_BYTES: Final = ctypes.sizeof(KvView)  # what its member ``size`` says
 
 
 class TraceEvent(Structure):
@@ -279,6 +294,8 @@ class PagedAttnArgs(Structure):
         ("workspace", c_void_p),
         ("workspace_bytes", c_size_t),
         ("trace", POINTER(Trace)),
+        ("first_block", c_int64),
+        ("state_span", c_int64),
     ]
 
 
@@ -288,7 +305,12 @@ PAGED_ATTN_ARGS_BYTES: Final = ctypes.sizeof(PagedAttnArgs)  # what its member `
 class AttnPart(Structure):
     """``tl_attn_part``"""
 
-    _fields_ = [("states", POINTER(c_float)), ("first_split", c_int64), ("n_splits", c_int64)]
+    _fields_ = [
+        ("states", POINTER(c_float)),
+        ("first_split", c_int64),
+        ("n_splits", c_int64),
+        ("span", c_int64),
+    ]
 
 
 STRUCTS: Final[dict[str, type[Structure]]] = {

@@ -33,6 +33,7 @@ from tinyllm._not_copied import NotCopied
 from tinyllm.errors import OutOfBlocks, TlError
 from tinyllm.ffi.handle import Handle
 from tinyllm.ffi.libtinyllm import (
+    KV_VIEW_BYTES,
     TL_EFORMAT,
     TL_EFULL,
     TL_EINVAL,
@@ -794,7 +795,7 @@ class PagedKVCache(NotCopied):
         return stats
 
     def _layer_view(self, pool: int, layer: int) -> KvView:
-        struct = KvView()
+        struct = KvView(KV_VIEW_BYTES)
         self.lib.tl_kv_pool_view(pool, layer, struct)
         return struct
 

@@ -220,7 +220,7 @@ def test_no_sequences_have_no_mass() -> None:
 
 
 BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
-    ("q is float64", {"q": np.zeros((5, H, D))}, TypeError, "q must be float32"),
+    ("q is complex", {"q": np.zeros((5, H, D), complex)}, TypeError, "q must be real numbers"),
     ("q is too narrow", {"q": np.zeros((5, H, D - 1), np.float32)}, ValueError, "Dk = 24"),
     (
         "heads do not divide",
@@ -260,7 +260,7 @@ BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("scale is no number", {"scale": float("nan")}, ValueError, "scale"),
     ("softcap", {"softcap": -1.0}, ValueError, "softcap"),
     ("sinks", {"sink_logits": np.zeros(2, np.float32)}, ValueError, "sink_logits"),
-    ("slopes", {"alibi_slopes": np.zeros(H)}, TypeError, "alibi_slopes"),
+    ("slopes", {"alibi_slopes": np.zeros(H, bool)}, TypeError, "alibi_slopes"),
     ("threads", {"threads": -1}, ValueError, "threads"),
 ]
 

@@ -203,8 +203,8 @@ def test_states_refuse_other_types(batch: Batch) -> None:
     with pytest.raises(TypeError, match="paged_attention_states: kv must be a KVView"):
         paged_attention_states(batch.q, None, batch.tables, batch.ctx_lens, 0, 1)  # type: ignore[arg-type]
     view = KVView.from_arrays(batch.k, batch.v)
-    with pytest.raises(TypeError, match="paged_attention_states: q must be float32"):
-        paged_attention_states(batch.q.astype(float), view, batch.tables, batch.ctx_lens, 0, 1)
+    with pytest.raises(TypeError, match="paged_attention_states: q must be real numbers"):
+        paged_attention_states(batch.q.astype(bool), view, batch.tables, batch.ctx_lens, 0, 1)
 
 
 def part(
@@ -216,13 +216,13 @@ def part(
 BAD_PARTS: list[tuple[str, Any, dict[str, Any], type[Exception], str]] = [
     ("none", [], {}, ValueError, "parts is empty"),
     ("no pair", [part()], {}, TypeError, r"parts\[0\] must be \(states, first_split\)"),
-    ("no array", [([1.0], 0)], {}, TypeError, r"parts\[0\]\[0\] must be a numpy array"),
+    ("no array", [({1.0}, 0)], {}, TypeError, r"parts\[0\]\[0\] must be an array"),
     (
         "dtype",
-        [(part(), 0), (part().astype(float), 1)],
+        [(part(), 0), (part().astype(complex), 1)],
         {},
         TypeError,
-        r"parts\[1\]\[0\] must be float32",
+        r"parts\[1\]\[0\] must be real numbers, not complex",
     ),
     ("axes", [(part()[0], 0)], {}, ValueError, r"parts\[0\]\[0\] must have 4 axes"),
     ("heads", [(part(), 0), (part(shape=(2, 3)), 1)], {}, ValueError, r"parts\[1\]\[0\] has shape"),
@@ -247,9 +247,9 @@ BAD_PARTS: list[tuple[str, Any, dict[str, Any], type[Exception], str]] = [
     (
         "sink type",
         [(part(), 0)],
-        {"sink_logits": np.zeros(4)},
+        {"sink_logits": np.zeros(4, bool)},
         TypeError,
-        "sink_logits must be float32",
+        "sink_logits must be real numbers, not bool",
     ),
     ("threads", [(part(), 0)], {"threads": "two"}, TypeError, "threads must be"),
 ]
@@ -288,3 +288,76 @@ def test_a_closed_pool_is_said_so(batch: Batch) -> None:
         states(batch, 0, 1, threads=pool)
     with pytest.raises(ClosedError):
         merge_states([(part(), 0)], threads=pool)
+
+
+# --- stretches, and parts of a table
+# ---------------------------------------------------------------------------------------------
+
+STRETCH, PER_STRETCH = 16384, 16
+
+
+@pytest.fixture(scope="module")
+def long() -> Batch:
+    """Rows over two stretches and a little of a third."""
+    return make_batch(3, [(2, 2 * STRETCH + 900), (1, STRETCH + 5), (1, 70)], block=64)
+
+
+def test_states_of_stretches_and_of_splits_merge_to_the_bits_of_one_call(long: Batch) -> None:
+    want_out, want_lse = long.run(sink_logits=SINKS[:4])
+    whole = states(long, 0, 48, span=STRETCH)
+    assert whole.shape == (*long.q.shape[:2], 3, 10)
+    first, rest = states(long, 0, 16, span=STRETCH), states(long, 16, 17)
+    for parts in (
+        [(whole, 0, STRETCH)],
+        [(states(long, 0, 33), 0, 1024)],
+        [(first, 0, STRETCH), (rest, 16)],
+        [(states(long, 0, 16), 0), (whole[:, :, 1:], 16, STRETCH)],
+    ):
+        out, lse = merge_states(parts, sink_logits=SINKS[:4], return_lse=True)
+        assert_same_bits(out, want_out)
+        assert_same_bits(lse, want_lse)
+
+
+@pytest.mark.parametrize("span", [1024, STRETCH])
+def test_who_holds_a_part_needs_no_table_but_its_own(long: Batch, span: int) -> None:
+    view = KVView.from_arrays(long.k, long.v)
+    held = slice(STRETCH // 64, 2 * STRETCH // 64)
+    mine = paged_attention_states(
+        long.q, view, long.tables[:, held], long.ctx_lens, 16, 16,
+        cu_seqlens_q=long.starts, span=span, first_block=held.start,
+    )  # fmt: skip
+    assert_same_bits(mine, states(long, 16, 16, span=span))
+    for tables, first_block in (
+        (long.tables[:, held], held.start + 1),
+        (long.tables[:, held][:, :-1], held.start),
+    ):
+        with pytest.raises(ValueError, match=r"^paged_attention_states: "):
+            paged_attention_states(
+                long.q, view, tables, long.ctx_lens, 16, 16,
+                cu_seqlens_q=long.starts, span=span, first_block=first_block,
+            )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("first", "n", "options", "says"),
+    [
+        (0, 16, {"span": 2048}, "span must be 1024 or 16384, not 2048"),
+        (0, 16, {"span": 0}, "span must be 1024 or 16384, not 0"),
+        (0, 15, {"span": STRETCH}, "first_split = 0 and n_splits = 15 must be multiples of 16"),
+        (8, 16, {"span": STRETCH}, "first_split = 8 and n_splits = 16 must be multiples of 16"),
+        (0, 16, {"first_block": -1}, "first_block = -1"),
+    ],
+)
+def test_spans_and_first_blocks_that_there_are_not(
+    long: Batch, first: int, n: int, options: dict[str, int], says: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^paged_attention_states: {says}"):
+        states(long, first, n, **options)
+
+
+def test_parts_of_stretches_begin_and_end_at_stretches() -> None:
+    with pytest.raises(ValueError, match=r"parts\[0\]\[2\] must be 1024 or 16384, not 7"):
+        merge_states([(part(), 0, 7)])
+    for parts in ([(part(15), 0), (part(), 15, STRETCH)], [(part(), 0, STRETCH), (part(), 1)]):
+        with pytest.raises(ValueError, match=r"^merge_states: "):
+            merge_states(parts)
