@@ -729,6 +729,68 @@ def test_a_pool_larger_than_memory_costs_nothing_until_it_is_written(lib: Lib) -
         assert_holds(cache, "a", 31, k, k)
 
 
+def test_a_cache_is_a_container_of_its_sequences(lib: Lib) -> None:
+    cache = PagedKVCache(num_blocks=8, block_size=4, n_layers=3, n_kv_heads=2, d_head=5, lib=lib)
+    assert len(cache) == 0
+    assert list(cache) == []
+    assert cache  # for `cache or default`
+    for seq in ("a", 7, None):
+        cache.add_seq(seq)
+    assert [seq in cache for seq in ("a", 7, None, "b", 7.0)] == [True, True, True, False, True]
+    assert len(cache) == 3
+    assert list(cache) == ["a", 7, None]
+    for seq in cache:  # what is written meanwhile does not disturb
+        cache.free(seq)
+    assert len(cache) == 0
+    assert cache.nbytes == 8 * 2 * 3 * 2 * 4 * 5 * 2
+    cache.close()
+
+
+def test_lib_comes_first_or_by_its_name(lib: Lib) -> None:
+    sizes = {"num_blocks": 1, "block_size": 1, "n_layers": 1, "n_kv_heads": 1, "d_head": 1}
+    for args, options in (
+        ((lib, 1, 1, 1, 1, 1), {}), ((None, 1, 1, 1, 1, 1), {}), ((lib,), sizes), ((), sizes),
+        ((), {"lib": lib, **sizes}), ((), {"lib": None, **sizes}),
+    ):  # fmt: skip
+        with PagedKVCache(*args, **options) as cache:
+            assert cache.lib is lib
+    with pytest.raises(TypeError, match="^PagedKVCache: block_size, d_head must be given"):
+        PagedKVCache(num_blocks=1, n_layers=1, n_kv_heads=1)  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="^PagedKVCache: d_head must be given"):
+        PagedKVCache(1, 1, 1, 1, 1)  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="^PagedKVCache: lib must be a Lib or None, not 1"):
+        PagedKVCache(1, 1, 1, 1, 1, 1)  # type: ignore[call-overload]
+
+
+def test_a_table_of_one_large_batch_is_not_kept(lib: Lib) -> None:
+    with PagedKVCache(lib, 40000, 1, 1, 1, 1) as cache:
+        for seq, n in (("long", 30000), ("short", 3)):
+            cache.add_seq(seq)
+            cache.append(seq, 0, *np.ones((2, 1, n, 1), np.float32))
+        for ids, most in ((["long"] * 40, 16 << 20), (["short"], 1000), (["short"], 1000)):
+            with cache.batch(ids, 0) as batch:
+                held = batch.tables.base
+                assert held is not None
+                assert held.nbytes < most
+                for table, seq in zip(batch.tables, ids, strict=True):
+                    n = cache.seq_len(seq)
+                    assert (table[:n] == cache.block_table(seq)).all()
+                assert batch.lengths.tolist() == [cache.seq_len(seq) for seq in ids]
+        assert len(cache._spare) == 1
+
+
+def test_float16_goes_where_float32_goes_in_a_large_pool(lib: Lib) -> None:
+    """A slot is a block times its positions, more than 32 bits hold."""
+    with PagedKVCache(lib, 2**20, 2**13, 1, 1, 1) as cache:
+        cache.add_seq("a")
+        ids = np.empty(2**19 + 1, np.uint32)
+        lib.tl_kv_alloc(cache.pool, len(ids), u32_ptr(ids))  # the next block is behind them
+        k = np.arange(5, dtype=np.float16).reshape(1, 5, 1)
+        cache.append("a", 0, k, -k)
+        assert int(cache.block_table("a")[0]) * 2**13 >= 2**32
+        assert_holds(cache, "a", 0, k, -k)
+
+
 # --- against a model
 # ----------------------------------------------------------------------------------------
 
