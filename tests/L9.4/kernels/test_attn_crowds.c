@@ -7,7 +7,7 @@
  * no group. */
 #include "attn_ref.h"
 
-#define MAX_CROWD 32
+#define MAX_CROWD 320
 #define ALONE (-1)
 
 /* Positions before `shared` lie in blocks of the group, in whole blocks, except those of block
@@ -19,6 +19,7 @@ struct member {
 struct crowd_spec {
     int64_t B, H, Hkv, D, block_tokens, window;
     bool options; /* slopes, sinks, a softcap */
+    bool special; /* a NaN or an infinity here and there */
     uint64_t seed;
     struct member member[MAX_CROWD];
 };
@@ -50,11 +51,15 @@ static int64_t first_of(const struct crowd *c, const struct member *x)
 }
 
 /* An f16 that depends on nothing but what it belongs to: a group or a sequence, and a place. */
-static uint16_t value_of(uint64_t seed, int64_t owner, int is_v, int64_t j, int64_t at)
+static uint16_t value_of(const struct crowd_spec *spec, int64_t owner, int is_v, int64_t j,
+                         int64_t at)
 {
-    uint64_t rng = seed * 0x9E3779B97F4A7C15u + (uint64_t)(owner * 2 + is_v + 7) * 0x1000003D;
+    static const uint16_t special[] = {0x7E00, 0x7C00, 0xFC00, 0xFC00};
+    uint64_t rng = spec->seed * 0x9E3779B97F4A7C15u + (uint64_t)(owner * 2 + is_v + 7) * 0x1000003D;
     rng ^= (uint64_t)(j * 4099 + at + 1) * 0xD6E8FEB86659FD93u;
     rng_next(&rng);
+    if (spec->special && rng_below(&rng, 1999) == 0)
+        return special[rng_below(&rng, 4)];
     return random_code(&rng, is_v ? 8 : 11, is_v ? 16 : 14);
 }
 
@@ -84,33 +89,40 @@ static void crowd_sequence(struct crowd *c, int64_t s, uint32_t *of_group, uint3
         const uint32_t id = c->tables[s * c->stride + j / b];
         const int64_t owner = in_shared(c, x, j / b) ? 1000 + x->group : s;
         for (int is_v = 0; is_v < 2; is_v++) {
-            const uint16_t code = value_of(c->spec.seed, owner, is_v, j, head * D + at % D);
+            const uint16_t code = value_of(&c->spec, owner, is_v, j, head * D + at % D);
             slot_row(c->kv, &c->cfg, id, 0, is_v, head, j % b)[at % D] = code;
             (is_v ? c->v : c->k)[s][at] = ref_widen(code);
         }
     }
 }
 
+/* Row i / H of sequence s for head i % H. */
+static struct ref_row row_of(const struct crowd *c, int64_t s, int64_t i)
+{
+    const int64_t H = c->spec.H, D = c->spec.D, h = i % H,
+                  p = c->ctx[s] - c->spec.member[s].rows + i / H,
+                  head = h / (H / c->spec.Hkv) * c->ctx[s] * D;
+    return (struct ref_row){.q = c->q + (c->cu[s] * H + i) * D,
+                            .k = c->k[s] + head,
+                            .v = c->v[s] + head,
+                            .D = D,
+                            .lo = ref_first_seen(p, c->spec.window),
+                            .hi = p,
+                            .p = p,
+                            .scale = c->args.scale,
+                            .softcap = c->args.logits_softcap,
+                            .slope = c->spec.options ? c->slopes + h : NULL,
+                            .sink = c->spec.options ? c->sinks + h : NULL};
+}
+
 static void crowd_want(struct crowd *c)
 {
-    const int64_t H = c->spec.H, D = c->spec.D;
+    const int64_t H = c->spec.H;
     for (int64_t s = 0; s < c->spec.B; s++)
         for (int64_t i = 0; i < c->spec.member[s].rows * H; i++) {
-            const int64_t at = c->cu[s] * H + i, h = i % H,
-                          p = c->ctx[s] - c->spec.member[s].rows + i / H,
-                          head = h / (H / c->spec.Hkv) * c->ctx[s] * D;
-            const struct ref_row row = {.q = c->q + at * D,
-                                        .k = c->k[s] + head,
-                                        .v = c->v[s] + head,
-                                        .D = D,
-                                        .lo = ref_first_seen(p, c->spec.window),
-                                        .hi = p,
-                                        .p = p,
-                                        .scale = c->args.scale,
-                                        .softcap = c->args.logits_softcap,
-                                        .slope = c->spec.options ? c->slopes + h : NULL,
-                                        .sink = c->spec.options ? c->sinks + h : NULL};
-            ref_row(&row, c->want + at * D, c->m + at, c->L + at);
+            const int64_t at = c->cu[s] * H + i;
+            const struct ref_row row = row_of(c, s, i);
+            ref_row(&row, c->want + at * c->spec.D, c->m + at, c->L + at);
         }
 }
 
@@ -206,6 +218,29 @@ static void check_crowd_rows(const struct crowd *c, tl_pool *tp, bool lse, const
     CHECK(rim_intact(c->out) && rim_intact(c->lse), "the rim was written");
 }
 
+/* The states of the first split or stretch, on the threads of the call before. */
+static void check_crowd_states(const struct crowd *c, int64_t span)
+{
+    const int64_t width = 2 + c->spec.D, n = c->total * c->spec.H;
+    float *states = painted(n * width), *state = states, *want = floats(width);
+    tl_paged_attn_args args = c->args;
+    args.state_span = span;
+    CHECK_STATUS(tl_paged_attn_states_f32(&args, 0, span / TL_ATTN_SPLIT, states), TL_OK);
+    for (int64_t s = 0; s < c->spec.B; s++)
+        for (int64_t i = 0; i < c->spec.member[s].rows * c->spec.H; i++, state += width) {
+            const struct ref_row row = row_of(c, s, i);
+            struct ref_state got = {.a = want + 2};
+            ref_piece(&row, 0, span, &got);
+            want[0] = got.m, want[1] = got.L;
+            for (int64_t d = 0; d < width; d++)
+                if (!isnan(state[d]) || !isnan(want[d]))
+                    CHECK_BITS(state[d], want[d], "states of %lld, sequence %lld, element %lld",
+                               (long long)span, (long long)s, (long long)d);
+        }
+    CHECK(rim_intact(states), "the rim of states was written");
+    painted_free(states, n * width), free(want);
+}
+
 /* By the general call with and without a workspace, and where it can be by the plain step. */
 static void check_crowd(struct crowd *c, tl_pool *tp)
 {
@@ -237,11 +272,13 @@ static void check_crowd_spec(const struct crowd_spec *spec)
     struct crowd *c = crowd_make(spec);
     for (int isa = 0; isa_select(isa); isa++)
         check_crowd(c, NULL);
+    check_crowd_states(c, TL_ATTN_STRETCH);
     for (int n = 1; n <= 4; n += n) {
         if (!pools[n])
             pools[n] = make_threads(n);
         check_crowd(c, pools[n]);
     }
+    check_crowd_states(c, TL_ATTN_SPLIT);
     crowd_free(c);
 }
 
@@ -271,7 +308,7 @@ TEST(groups_that_are_no_neighbours_change_no_bit)
 TEST(a_group_of_many_changes_no_bit)
 {
     for (uint64_t i = 0; i < 4; i++) {
-        struct crowd_spec spec = {.B = MAX_CROWD,
+        struct crowd_spec spec = {.B = 32,
                                   .H = i % 2 ? 16 : 3,
                                   .Hkv = 1,
                                   .D = 5,
@@ -322,6 +359,7 @@ TEST(windows_over_a_shared_prefix_change_no_bit)
                                   .block_tokens = i % 2 ? 16 : 33,
                                   .window = windows[i % 5],
                                   .options = i % 4 == 1,
+                                  .special = i % 3 == 2,
                                   .seed = 3300 + i};
         for (int64_t s = 0; s < spec.B; s++)
             spec.member[s] = (struct member){.group = s % 4 == 2 ? ALONE : 0,
@@ -344,6 +382,7 @@ TEST(several_rows_over_a_shared_prefix_change_no_bit)
                                   .D = 7,
                                   .block_tokens = 16,
                                   .options = i % 2,
+                                  .special = i % 4 == 2,
                                   .seed = 3400 + i};
         for (int64_t s = 0; s < spec.B; s++) {
             const int64_t rows = i % 3 == 0 ? 3 : rng_below(&rng, 20);
@@ -353,6 +392,50 @@ TEST(several_rows_over_a_shared_prefix_change_no_bit)
                                              .rows = rows,
                                              .own_block = -1};
         }
+        check_crowd_spec(&spec);
+    }
+}
+
+/* One prompt several times over: rows stand inside of what they share. */
+TEST(prompts_that_are_alike_change_no_bit)
+{
+    for (uint64_t i = 0; i < 4; i++) {
+        struct crowd_spec spec = {.B = 5,
+                                  .H = 2,
+                                  .Hkv = 1,
+                                  .D = 4,
+                                  .block_tokens = i % 2 ? 16 : 7,
+                                  .window = i / 2 ? 40 : 0,
+                                  .seed = 3450 + i};
+        for (int64_t s = 0; s < spec.B; s++) {
+            const int64_t ctx = s % 2 ? 130 : 100 + 9 * s;
+            spec.member[s] = (struct member){.group = s == 1 ? ALONE : 0,
+                                             .shared = 120,
+                                             .ctx = ctx,
+                                             .rows = s == 4 ? 1 : ctx - 20 * (s % 3),
+                                             .own_block = -1};
+        }
+        check_crowd_spec(&spec);
+    }
+}
+
+/* More sequences than are looked through for a shared prefix at a time, in groups that reach from
+ * the first to the last. */
+TEST(hundreds_of_sequences_change_no_bit)
+{
+    for (uint64_t i = 0; i < 2; i++) {
+        struct crowd_spec spec = {.B = MAX_CROWD - (int64_t)i * 60,
+                                  .H = 2,
+                                  .Hkv = 1,
+                                  .D = 3,
+                                  .block_tokens = 16,
+                                  .seed = 3470 + i};
+        for (int64_t s = 0; s < spec.B; s++)
+            spec.member[s] = (struct member){.group = s % 5 == 4 ? ALONE : s * s % 7,
+                                             .shared = 160,
+                                             .ctx = 100 + s * 37 % 150,
+                                             .rows = 1,
+                                             .own_block = -1};
         check_crowd_spec(&spec);
     }
 }
