@@ -548,6 +548,33 @@ def test_of_two_threads_in_one_cache_one_is_told(
     assert all(len(set(lengths)) == 1 for lengths in state(cache)[1])
 
 
+def test_a_thread_does_not_go_on_in_the_forward_of_another(
+    model: Any, cache: PagedCache, undisturbed: list[Any]
+) -> None:
+    """The second thread stops before the very layer that the first comes to next."""
+    read(model, cache, 0)
+
+    def stop(*args: Any) -> None:
+        raise Stop
+
+    def interrupted() -> None:
+        inner = model.model.layers[2].register_forward_pre_hook(stop)
+        with contextlib.suppress(Stop), torch.no_grad():
+            model(**{**turns(1), "input_ids": torch.tensor(SECOND).flip(1)}, **{CACHE: cache})
+        inner.remove()
+
+    def other(*args: Any) -> None:
+        hook.remove()
+        thread = threading.Thread(target=interrupted)
+        thread.start()
+        thread.join()
+
+    hook = model.model.layers[2].register_forward_pre_hook(other)
+    with pytest.raises(RuntimeError, match="another forward began on this cache"):
+        read(model, cache, 1)
+    assert torch.equal(read(model, cache, 1), undisturbed[1])
+
+
 def test_threads_that_collide_at_random_corrupt_nothing(model: Any, undisturbed: list[Any]) -> None:
     told: list[str] = []
     old = sys.getswitchinterval()
