@@ -363,7 +363,10 @@ ATTENTION = {*golden.GROUPS} - {"softmax", "exp", "conversions", "export"}
     ("constants", "groups"),
     [
         (["EXP_C2"], ATTENTION | {"softmax", "exp"}),
-        (["EXP_C6", "TANH_C3"], {"exp", "chunks f16, every option", "chunks bf16, softcap"}),
+        (
+            ["EXP_C6", "TANH_C3"],
+            {"exp", "chunks f16, every option", "chunks bf16, softcap", "two and three stretches"},
+        ),
     ],
 )
 def test_selftest_sees_a_library_with_other_bits(

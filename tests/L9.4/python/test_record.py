@@ -108,7 +108,7 @@ def test_facts_name_library_and_threads(batch: Batch, tmp_path: Path, lib: Lib) 
     with recorded(tmp_path / "r", batch) as run:
         assert run[0].facts == {
             "version": tinyllm.__version__,
-            "numerics": 1,
+            "numerics": lib.tl_numerics_version(),
             "isa": lib.tl_isa_name().decode(),
             "threads": 2,
             "library": str(lib.path),
