@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""The version of this copy of the package: ``TL_VERSION`` of the C headers, which is written nowhere else."""
+"""The version of this copy of the package: ``TL_VERSION`` of the C headers, which is written
+nowhere else."""
 
 from __future__ import annotations
 

@@ -231,7 +231,7 @@ class KVView(NotCopied):
 def _strided(
     address: int, width: int, axes: tuple[int, ...], steps: tuple[int, ...]
 ) -> NDArray[Any]:
-    """Memory as unsigned integers of ``width`` bytes; the step of an axis of one may be anything."""
+    """Memory as unsigned integers of ``width`` bytes; an axis of one may have any step."""
     if 0 in axes:
         return np.empty(axes, f"u{width}")
     n = 1 + sum((count - 1) * step for count, step in zip(axes, steps, strict=True))
@@ -254,12 +254,13 @@ def _element(fn: str, name: str, own: str, named: str | None) -> str:
 
 
 def _steps(fn: str, name: str, a: NDArray[Any]) -> tuple[int, int, int]:
-    """Strides of blocks, heads and slots in elements, of [blocks, b, Hkv, D]; 0 along an axis of one."""
+    """Strides of blocks, heads and slots in elements, of [blocks, b, Hkv, D]; 0 along an axis of
+    one."""
     strides = [stride if n > 1 else 0 for n, stride in zip(a.shape, a.strides, strict=True)]
     uneven = [stride for stride in strides if stride < 0 or stride % a.itemsize]
     if uneven or strides[3] not in (0, a.itemsize) or not a.flags.aligned:
         raise ValueError(
-            f"{fn}: {name} has strides of {a.strides} bytes; a view needs whole, aligned elements of "
-            f"{a.itemsize}, no stride negative, and the last axis contiguous"
+            f"{fn}: {name} has strides of {a.strides} bytes; a view needs whole, aligned elements "
+            f"of {a.itemsize}, no stride negative, and the last axis contiguous"
         )
     return strides[0] // a.itemsize, strides[2] // a.itemsize, strides[1] // a.itemsize

@@ -80,7 +80,7 @@ os.register_at_fork(after_in_child=_shared.clear)
 
 
 def handle_of(fn: str, threads: Any, lib: Lib) -> Handle | None:
-    """The handle of the ``tl_pool`` that ``threads`` means to a kernel; None for the calling thread.
+    """The handle of the ``tl_pool`` that ``threads`` means; None for the calling thread.
 
     A count stands for one pool per process, made when it is first asked for.
     """

@@ -64,7 +64,8 @@ def _machine(head: bytes) -> str:
 
 
 def _loaded_size(head: bytes) -> int:
-    """Bytes of a 64-bit file up to the end of its table of segments and of each segment that is loaded."""
+    """Bytes of a 64-bit file up to the end of its table of segments and of each segment that is
+    loaded."""
     table, entry_size, n = _number(head, 32, 8), _number(head, 54, 2), _number(head, 56, 2)
     entries = [table + i * entry_size for i in range(n)]
     loaded = [at for at in entries if _number(head, at, 4) == 1]

@@ -67,8 +67,8 @@ class Handle(NotCopied):
             raise ClosedError(f"this {self._what} is closed")
         if self._torn:
             raise ConcurrentUseError(
-                f"this {self._what} was being written by another thread when the process was forked; "
-                "in the child it can only be closed"
+                f"this {self._what} was being written by another thread when the process was "
+                "forked; in the child it can only be closed"
             )
         return int(address)
 

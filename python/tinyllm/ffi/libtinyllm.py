@@ -621,12 +621,14 @@ class Lib(NotCopied):
         raise OSError(f"{self.path} cannot be loaded: {reason}. {_what_next(self.path)}")
 
     def declare(self, name: str, restype: Any, argtypes: Any) -> None:
-        """Says how ``name`` is called; it is looked up on its first use. ``restype`` may be ``STATUS``."""
+        """Says how ``name`` is called; it is looked up on its first use. ``restype`` may be
+        ``STATUS``."""
         self._declared[name] = (restype, tuple(argtypes))
         self.__dict__.pop(name, None)
 
     def __getattr__(self, name: str) -> Function:
-        """Binds a function. AttributeError for one nobody declared or the library does not export."""
+        """Binds a function. AttributeError for one nobody declared or the library does not
+        export."""
         declared = self.__dict__.get("_declared", {})
         if name not in declared:
             raise AttributeError(f"{name} is not a declared function of libtinyllm")
@@ -670,7 +672,8 @@ def _text(raw: bytes) -> str:
 
 
 def new_handle(create: Function, *args: Any) -> int:
-    """What ``create``, a ``*_create`` function, stores through its last parameter. Raises TlError."""
+    """What ``create``, a ``*_create`` function, stores through its last parameter. Raises
+    TlError."""
     out = c_void_p()
     create(*args, ctypes.byref(out))
     return out.value or 0

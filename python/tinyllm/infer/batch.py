@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tinyllm._check import UINT32_MAX
 from tinyllm.ffi.libtinyllm import i32_ptr, u32_ptr
+from tinyllm.infer.blocks import NO_BLOCK
 
-NO_BLOCK = UINT32_MAX  # a table entry nobody reads
 _LARGE = 1 << 20  # bytes: a table beyond them is not kept for batches that need a fraction
 
 

@@ -13,50 +13,29 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tinyllm._arrays import (
-    Tensor,
-    as_array,
-    as_f32_for_f16,
-    packed,
-    whole_rows,
-    with_axes,
-)
-from tinyllm._check import F16, F32, INT32_MAX, INT64_MAX, UINT32_MAX, integer
+from tinyllm._arrays import Tensor
+from tinyllm._check import INT32_MAX, INT64_MAX, UINT32_MAX, integer
 from tinyllm._not_copied import NotCopied
 from tinyllm.errors import OutOfBlocks, TlError
 from tinyllm.ffi.handle import Handle
 from tinyllm.ffi.libtinyllm import (
-    KV_VIEW_BYTES,
     TL_EFORMAT,
     TL_EFULL,
     TL_EINVAL,
     TL_ESHAPE,
-    TL_F16,
-    TL_KV_ENVELOPE_HEADER,
-    TL_KV_FORMAT_V1,
-    TL_KV_RECORD_HEADER,
-    KvConfig,
-    KvStats,
-    KvView,
     Lib,
     Step,
-    all_at_once,
-    block_view,
-    export_blocks,
-    f32_ptr,
-    i64_ptr,
     load,
-    u16_ptr,
-    u32_ptr,
 )
-from tinyllm.infer.batch import NO_BLOCK, BatchTable, CachedSequence
+from tinyllm.infer.batch import BatchTable, CachedSequence
+from tinyllm.infer.blocks import NO_BLOCK, Blocks, blocks_of, fill_of
 from tinyllm.kv_view import KVView
 
 if TYPE_CHECKING:  # loaded by the first look: an engine does without
@@ -79,7 +58,8 @@ class PagedKVCache(NotCopied):
     """K and V of many sequences in blocks of ``block_size`` positions, shared by fork, copied when
     written.
 
-    >>> with PagedKVCache(num_blocks=64, block_size=16, n_layers=2, n_kv_heads=2, d_head=64) as cache:
+    >>> sizes = {"block_size": 16, "n_layers": 2, "n_kv_heads": 2, "d_head": 64}
+    >>> with PagedKVCache(num_blocks=64, **sizes) as cache:
     ...     cache.add_seq("a")
     ...     for layer in range(2):
     ...         cache.append("a", layer, k[layer], v[layer])  # [n_kv_heads, T, d_head]
@@ -162,27 +142,13 @@ class PagedKVCache(NotCopied):
         self._handle = Handle(fn, lib.tl_kv_pool_destroy)
         self._finalizer = weakref.finalize(self, self._handle.release)
         self._finalizer.atexit = False  # Handle has its own way to end with the interpreter
-        self._create()
-        self._block_bytes = int(lib.tl_kv_block_bytes(self._handle.address))
-        self._slab = (self.n_kv_heads, self.block_size, self.d_head)
+        self._blocks = Blocks(lib, self._handle)
         self._sequences: dict[Hashable, CachedSequence] = {}
         self._version = 0  # changes whenever a table of a live sequence does
         self._spare: list[BatchTable] = []
-        self._fresh: NDArray[np.uint32] | None = None
-        self._high_water = self._copies = self._failures = 0
-
-    def _create(self) -> None:
-        config = KvConfig(
-            self.num_blocks,
-            self.block_size,
-            self.n_layers,
-            self.n_kv_heads,
-            self.d_head,
-            TL_F16,
-            TL_KV_FORMAT_V1,
-        )
+        self._copies = self._failures = 0
         try:
-            self._handle.create(self.lib.tl_kv_pool_create, config)
+            self._blocks.create(*(getattr(self, name) for name in _SIZES))
         except TlError as error:
             if error.status == TL_EINVAL:
                 raise ValueError(f"PagedKVCache: {error.reason}") from error
@@ -206,13 +172,13 @@ class PagedKVCache(NotCopied):
         Raises: ValueError where ``child`` is live.
         """
         with self._handle.write(), self._handle.turn:
-            pool = self._begin_write()
+            self._begin_write()
             source = self._sequence("fork", parent)
             self._refuse_live("fork", child)
             twin = CachedSequence(source.table, source.lengths, source.gone)
-            self._commit(
+            self._blocks.commit(
                 partial(self._sequences.__setitem__, child, twin),
-                self.lib.tl_kv_ref.steps(pool, source.blocks()),
+                self._blocks.ref(source.blocks()),
             )
 
     def free(self, seq_id: Hashable) -> None:
@@ -221,9 +187,11 @@ class PagedKVCache(NotCopied):
         So of a registered chain the tail is evicted first, and what is left can still be found.
         """
         with self._handle.write(), self._handle.turn:
-            pool = self._begin_write()
+            self._begin_write()
             sequence = self._sequence("free", seq_id)
-            self._commit(partial(self._sequences.pop, seq_id), self._unref(pool, sequence.blocks()))
+            self._blocks.commit(
+                partial(self._sequences.pop, seq_id), self._blocks.unref(sequence.blocks())
+            )
 
     def truncate(self, seq_id: Hashable, length: int) -> None:
         """Forgets what a sequence holds from position ``length`` on, in every layer, and gives up
@@ -236,7 +204,7 @@ class PagedKVCache(NotCopied):
         layer, or one other than 0 in what ``trim_front`` gave back. Then nothing has changed.
         """
         with self._handle.write(), self._handle.turn:
-            pool = self._begin_write()
+            self._begin_write()
             sequence = self._sequence("truncate", seq_id)
             length = integer("truncate", "length", length, 0, max(sequence.lengths))
             if 0 < length < sequence.gone * self.block_size:
@@ -247,16 +215,16 @@ class PagedKVCache(NotCopied):
             keep = -(-length // self.block_size)
             lengths = [min(held, length) for held in sequence.lengths]
             fill: list[Step] = []  # of the block that is cut, where it is this sequence's alone
-            if length % self.block_size and self._is_writable(pool, sequence, keep - 1):
-                cut = int(sequence.table[keep - 1]), self._fill(min(lengths), keep - 1)
-                fill = [self.lib.tl_kv_set_fill.step(pool, *cut)]
-            self._commit(
+            if length % self.block_size and self._is_writable(sequence, keep - 1):
+                cut = fill_of(min(lengths), keep - 1, self.block_size)
+                fill = [self._blocks.set_fill(int(sequence.table[keep - 1]), cut)]
+            self._blocks.commit(
                 partial(setattr, sequence, "table", sequence.table[:keep].copy()),
                 partial(setattr, sequence, "lengths", lengths),
                 partial(setattr, sequence, "gone", min(sequence.gone, keep)),
                 partial(setattr, self, "_version", self._version + 1),
                 *fill,
-                self._unref(pool, sequence.blocks()[max(0, keep - sequence.gone) :]),
+                self._blocks.unref(sequence.blocks()[max(0, keep - sequence.gone) :]),
             )
 
     def trim_front(self, seq_id: Hashable, window: int) -> None:
@@ -269,7 +237,7 @@ class PagedKVCache(NotCopied):
         Raises: TypeError for a window that is no integer, ValueError for one below 1.
         """
         with self._handle.write(), self._handle.turn:
-            pool = self._begin_write()
+            self._begin_write()
             sequence = self._sequence("trim_front", seq_id)
             window = integer("trim_front", "window", window, 1, INT64_MAX)
             gone = max(sequence.gone, (min(sequence.lengths) - window) // self.block_size)
@@ -278,11 +246,11 @@ class PagedKVCache(NotCopied):
                 return
             table = sequence.table.copy()
             table[:gone] = NO_BLOCK
-            self._commit(
+            self._blocks.commit(
                 partial(setattr, sequence, "table", table),
                 partial(setattr, sequence, "gone", gone),
                 partial(setattr, self, "_version", self._version + 1),
-                self._unref(pool, freed),
+                self._blocks.unref(freed),
             )
 
     def append(self, seq_id: Hashable, layer: int, k: Tensor, v: Tensor) -> None:
@@ -300,9 +268,9 @@ class PagedKVCache(NotCopied):
         arrays of real numbers; ValueError for a bad shape or layer. Then nothing has changed.
         """
         layer = self._layer("append", layer)
-        k, v = self._rows(k, v)
+        k, v = self._blocks.rows("append", k, v)
         with self._handle.write(), self._handle.turn:
-            pool = self._begin_write()
+            self._begin_write()
             sequence = self._sequence("append", seq_id)
             begin = sequence.lengths[layer]
             end = begin + k.shape[1]
@@ -313,26 +281,22 @@ class PagedKVCache(NotCopied):
 
             old, b = sequence.table, self.block_size
             first, last = begin // b, -(-end // b)  # the blocks that are written: table[first:last]
-            copied = [
-                i
-                for i in range(first, min(last, len(old)))
-                if not self._is_writable(pool, sequence, i)
-            ]
+            written = range(first, min(last, len(old)))
+            copied = [i for i in written if not self._is_writable(sequence, i)]
             try:
-                fresh = self._take(pool, seq_id, len(copied), max(0, last - len(old)))
+                fresh = self._take(seq_id, len(copied), max(0, last - len(old)))
                 table = np.concatenate((old, fresh[len(copied) :])) if len(fresh) else old
                 for i, block in zip(copied, fresh, strict=False):
                     table[i] = block
-                    self._copy_block(pool, int(old[i]), int(block))
-                self._write(pool, layer, table, begin, k, v)
-                self._commit(*self._grown(pool, sequence, layer, end, table, copied))
+                    self._blocks.copy(int(old[i]), int(block))
+                self._blocks.write(layer, table, begin, k, v)
+                self._blocks.commit(*self._grown(sequence, layer, end, table, copied))
             except BaseException:
-                self._give_back(pool)
+                self._blocks.give_back()
                 raise
 
     def _grown(
         self,
-        pool: int,
         sequence: CachedSequence,
         layer: int,
         end: int,
@@ -349,19 +313,18 @@ class PagedKVCache(NotCopied):
             steps += [
                 partial(setattr, sequence, "table", table),
                 partial(setattr, self, "_version", self._version + 1),
-                partial(setattr, self, "_fresh", None),
+                self._blocks.keep(),
             ]
         if complete > complete_before:
             # This layer was the one that held the fills back: their blocks are among those just
             # written.
-            span = u32_ptr(table), len(table), complete_before, complete
-            steps.append(self.lib.tl_kv_set_length.step(pool, *span))
+            steps.append(self._blocks.set_length(table, complete_before, complete))
         for i in copied:
-            fill = self._fill(complete, i)
-            steps.append(self.lib.tl_kv_set_fill.step(pool, int(table[i]), fill))
+            fill = fill_of(complete, i, self.block_size)
+            steps.append(self._blocks.set_fill(int(table[i]), fill))
         if copied:
             steps.append(partial(setattr, self, "_copies", self._copies + len(copied)))
-            steps.append(self._unref(pool, [int(old[i]) for i in copied]))
+            steps.append(self._blocks.unref(blocks_of(old, copied)))
         return steps
 
     # --- moving
@@ -384,7 +347,7 @@ class PagedKVCache(NotCopied):
                     f"export_seq: the layers of sequence {seq_id!r} hold {low} to {high} "
                     "positions; all must hold the same number, at least one"
                 )
-            return export_blocks(self.lib, self._handle.address, sequence.table)
+            return self._blocks.export(sequence.table)
 
     def import_seq(self, seq_id: Hashable, envelope: bytes | bytearray | memoryview) -> None:
         """Begins a sequence with ``envelope``, which ``export_seq`` made: every bit of K and V, in
@@ -396,21 +359,16 @@ class PagedKVCache(NotCopied):
         nothing has changed.
         """
         with self._handle.write(), self._handle.turn:
-            pool = self._begin_write()
+            self._begin_write()
             self._refuse_live("import_seq", seq_id)
             memory = np.frombuffer(envelope, np.uint8) if len(envelope) else np.empty(0, np.uint8)
-            fills = self._fills_of(pool, memory)
             try:
-                table = self._fresh = np.full(len(fills), NO_BLOCK, np.uint32)
-                self.lib.tl_kv_import(pool, memory.ctypes.data, len(memory), u32_ptr(table))
-                self._pool_stats(pool)
-                sequence = CachedSequence(table, [sum(fills)] * self.n_layers)
-                self._commit(
-                    partial(self._sequences.__setitem__, seq_id, sequence),
-                    partial(setattr, self, "_fresh", None),
+                table, length = self._blocks.load("import_seq", memory)
+                sequence = CachedSequence(table, [length] * self.n_layers)
+                self._blocks.commit(
+                    partial(self._sequences.__setitem__, seq_id, sequence), self._blocks.keep()
                 )
             except TlError as error:
-                self._fresh = None  # it took none
                 if error.status in (TL_EFORMAT, TL_ESHAPE):
                     raise ValueError(f"import_seq: {error.reason}") from error
                 if error.status != TL_EFULL:
@@ -418,7 +376,7 @@ class PagedKVCache(NotCopied):
                 self._failures += 1
                 raise OutOfBlocks(f"import_seq: sequence {seq_id!r}: {error.reason}") from error
             except BaseException:
-                self._give_back(pool)
+                self._blocks.give_back()
                 raise
 
     # --- looking
@@ -433,7 +391,7 @@ class PagedKVCache(NotCopied):
     def nbytes(self) -> int:
         """Bytes of K and V of all blocks. They are reserved, and taken when a block is used."""
         self._refuse_closed()
-        return self.num_blocks * self._block_bytes
+        return self.num_blocks * self._blocks.block_bytes
 
     def __contains__(self, seq_id: object) -> bool:
         self._refuse_closed()
@@ -459,8 +417,9 @@ class PagedKVCache(NotCopied):
         """
         layer = self._layer("view", layer)
         with self._handle.look():
-            struct = self._layer_view(self._handle.address, layer)
-            return KVView(struct, "float16", self, owner=self._handle, lib=self.lib)
+            return KVView(
+                self._blocks.view(layer), "float16", self, owner=self._handle, lib=self.lib
+            )
 
     def batch(
         self, seq_ids: Sequence[Hashable], layer: int, *, window: int = 0, fn: str = "batch"
@@ -499,19 +458,14 @@ class PagedKVCache(NotCopied):
         ValueError for a bad layer, or a sequence whose front was trimmed."""
         layer = self._layer("gather", layer)
         with self._handle.read():
-            pool, sequence = self._handle.address, self._sequence("gather", seq_id)
+            sequence = self._sequence("gather", seq_id)
             self._refuse_gone("gather", seq_id, sequence, 0)
-            length = sequence.lengths[layer]
-            k, v = (np.empty((self.n_kv_heads, length, self.d_head), np.float16) for _ in "kv")
-            for block, slots, span in self._pieces(sequence.table, 0, length):
-                k[:, span] = self._view(pool, block, layer, 0)[:, slots]
-                v[:, span] = self._view(pool, block, layer, 1)[:, slots]
-            return k, v
+            return self._blocks.gather(layer, sequence.table, sequence.lengths[layer])
 
     def stats(self) -> dict[str, int]:
         """Blocks ``free``, ``used`` and ``cached``, and ``evictions`` so far."""
         with self._handle.look():
-            stats = self._pool_stats(self._handle.address)
+            stats = self._blocks.stats()
         names = ("free", "used", "cached", "evictions")
         return {name: int(getattr(stats, name)) for name in names}
 
@@ -539,9 +493,8 @@ class PagedKVCache(NotCopied):
         from tinyllm.observe.pool.snapshot import Snapshot, pool_blocks, sequence_state
 
         with self._handle.look():
-            pool = self._handle.address
-            self._give_back(pool)
-            stats = self._pool_stats(pool)
+            self._begin_write()
+            stats = self._blocks.stats()
             sequences = tuple(
                 sequence_state(seq_id, s.table, s.gone, s.lengths)
                 for seq_id, s in self._sequences.items()
@@ -552,10 +505,10 @@ class PagedKVCache(NotCopied):
                 n_layers=self.n_layers,
                 n_kv_heads=self.n_kv_heads,
                 d_head=self.d_head,
-                block_bytes=self._block_bytes,
-                blocks=pool_blocks(self.lib, pool, self.num_blocks, sequences),
+                block_bytes=self._blocks.block_bytes,
+                blocks=pool_blocks(self.lib, self.pool, self.num_blocks, sequences),
                 sequences=sequences,
-                high_water=self._high_water,
+                high_water=self._blocks.high_water,
                 copies_on_write=self._copies,
                 evictions=stats.evictions,
                 failed_allocations=self._failures,
@@ -654,29 +607,10 @@ class PagedKVCache(NotCopied):
     def _refuse_closed(self) -> None:
         self._handle.address  # noqa: B018  it says so
 
-    def _begin_write(self) -> int:
-        """The pool, after giving back what an interrupted call left."""
-        pool = self._handle.address
-        self._give_back(pool)
-        return pool
-
-    def _commit(self, *steps: Step) -> None:
-        """What a write changes, all of it. Raises TlError where the pool refused a part, which
-        only a caller's own dealings with ``pool`` can bring about."""
-        for result in all_at_once(steps):
-            statuses = result if type(result) is list else [result]
-            refused = [status for status in statuses if type(status) is int and status]
-            if refused:
-                raise self.lib.failure("PagedKVCache", refused[0])
-
-    def _unref(self, pool: int, blocks: list[int]) -> Step:
-        return self.lib.tl_kv_unref.steps(pool, reversed(blocks))
-
-    def _give_back(self, pool: int) -> None:
-        """Gives the fresh blocks back, if a call that did not end well has left any."""
-        if self._fresh is not None:
-            taken = self._fresh[self._fresh != NO_BLOCK].tolist()
-            all_at_once([self._unref(pool, taken), partial(setattr, self, "_fresh", None)])
+    def _begin_write(self) -> None:
+        """Says that the cache is closed; gives back what an interrupted call left."""
+        self._refuse_closed()
+        self._blocks.give_back()
 
     def _sequence(self, fn: str, seq_id: Hashable) -> CachedSequence:
         try:
@@ -693,167 +627,29 @@ class PagedKVCache(NotCopied):
         begin = sequence.gone * self.block_size
         if first < begin:
             raise ValueError(
-                f"{fn}: position {first} of sequence {seq_id!r} is needed, and trim_front gave up those "
-                f"before {begin}"
+                f"{fn}: position {first} of sequence {seq_id!r} is needed, and trim_front gave up "
+                f"those before {begin}"
             )
 
     def _layer(self, fn: str, layer: Any) -> int:
         return integer(fn, "layer", layer, 0, self.n_layers - 1, ValueError)
 
-    def _rows(self, k: Tensor, v: Tensor) -> tuple[NDArray[Any], NDArray[Any]]:
-        """K and V, checked in full, as the library takes them: both float32 with the same strides,
-        or both uint16 codes of float16."""
-        sides = []
-        for name, side in (("k", k), ("v", v)):
-            if type(side) is not np.ndarray or (side.dtype is not F32 and side.dtype is not F16):
-                side, element = as_array("append", name, side)
-                if element != "float16":
-                    side = as_f32_for_f16("append", name, side, element)
-            sides.append(with_axes("append", name, side, 3))
-        k, v = sides
-        n_heads, n_tokens, width = k.shape
-        if (n_heads, width) != (self.n_kv_heads, self.d_head) or n_tokens < 1:
-            raise ValueError(
-                f"append: k has shape {k.shape}, expected [n_kv_heads, T >= 1, d_head] = "
-                f"({self.n_kv_heads}, T, {self.d_head})"
-            )
-        if v.shape != k.shape:
-            raise ValueError(f"append: v has shape {v.shape}, k {k.shape}")
-        if k.dtype == F32 and v.dtype == F32:
-            return _alike(k, v)
-        return self._codes(k), self._codes(v)
-
-    def _codes(self, a: NDArray[Any]) -> NDArray[np.uint16]:
-        if a.dtype == F16:
-            return whole_rows(a).view(np.uint16)
-        codes = np.empty(a.shape, np.uint16)
-        self.lib.tl_f32_to_f16_n(f32_ptr(packed(a)), u16_ptr(codes), a.size)
-        return codes
-
-    def _fill(self, complete: int, i: int) -> int:
-        """Fill of the i-th block of a sequence of which every layer holds ``complete`` positions."""
-        return min(max(complete - i * self.block_size, 0), self.block_size)
-
-    def _fills_of(self, pool: int, envelope: NDArray[np.uint8]) -> list[int]:
-        """The positions in each block of an envelope, which no one has checked yet.
-
-        Raises: ValueError where no sequence lies in blocks like that.
-        """
-        n = int.from_bytes(envelope[8:12].tobytes(), "little")
-        if len(envelope) < TL_KV_ENVELOPE_HEADER or len(envelope) != self.lib.tl_kv_export_bytes(
-            pool, n
-        ):
-            return [0] * min(n, len(envelope))  # something is amiss, and the import says what
-        record = TL_KV_RECORD_HEADER + self.lib.tl_kv_block_bytes(pool)
-        words = (envelope[TL_KV_ENVELOPE_HEADER + i * record + 8 :][:4].tobytes() for i in range(n))
-        fills = [int.from_bytes(word, "little") for word in words]
-        if n == 0 or any(fill != self.block_size for fill in fills[:-1]):
-            raise ValueError(
-                f"import_seq: {n} blocks with {fills[:8]} ... positions are no sequence's"
-            )
-        return fills
-
-    def _is_writable(self, pool: int, sequence: CachedSequence, i: int) -> bool:
+    def _is_writable(self, sequence: CachedSequence, i: int) -> bool:
         """Whether the i-th block is this sequence's alone and not frozen under a hash."""
-        block = int(sequence.table[i])
-        if self.lib.tl_kv_refs(pool, block) > 1:
-            return False
-        try:  # of a block in use only a registered one refuses the fill it has
-            self.lib.tl_kv_set_fill(pool, block, self._fill(min(sequence.lengths), i))
-        except TlError:
-            return False
-        return True
+        fill = fill_of(min(sequence.lengths), i, self.block_size)
+        return self._blocks.is_writable(int(sequence.table[i]), fill)
 
-    def _take(self, pool: int, seq_id: Hashable, n_copies: int, n_more: int) -> NDArray[np.uint32]:
+    def _take(self, seq_id: Hashable, n_copies: int, n_more: int) -> NDArray[np.uint32]:
         """Fresh blocks, all or none."""
-        n = n_copies + n_more
-        if n == 0:
-            return np.empty(0, np.uint32)
-        try:
-            if n <= self.num_blocks:
-                fresh = self._fresh = np.full(n, NO_BLOCK, np.uint32)
-                self.lib.tl_kv_alloc(pool, n, u32_ptr(fresh))
-                self._pool_stats(pool)
-                return fresh
-        except TlError as error:
-            self._fresh = None  # it took none
-            if error.status != TL_EFULL:
-                raise
+        fresh = self._blocks.take(n_copies + n_more)
+        if fresh is not None:
+            return fresh
         self._failures += 1
-        stats = self._pool_stats(pool)
+        stats = self._blocks.stats()
         raise OutOfBlocks(
             f"append: sequence {seq_id!r} needs {n_more} more blocks and {n_copies} to copy what "
             f"is shared; {stats.free} are free and {stats.cached} cached of {self.num_blocks}"
         )
-
-    def _pool_stats(self, pool: int) -> KvStats:
-        """The pool's counters. Called after every allocation, so that the high-water mark follows."""
-        stats = KvStats()
-        self.lib.tl_kv_stats_get(pool, stats)
-        if stats.used > self._high_water:
-            self._high_water = stats.used
-        return stats
-
-    def _layer_view(self, pool: int, layer: int) -> KvView:
-        struct = KvView(KV_VIEW_BYTES)
-        self.lib.tl_kv_pool_view(pool, layer, struct)
-        return struct
-
-    def _view(self, pool: int, block: int, layer: int, is_v: int) -> NDArray[np.float16]:
-        return block_view(self.lib.tl_kv_block_ptr(pool, block, layer, is_v), self._slab)
-
-    def _copy_block(self, pool: int, source: int, target: int) -> None:
-        shape = (self.n_layers, 2, *self._slab)
-        begin = (self.lib.tl_kv_block_ptr(pool, block, 0, 0) for block in (source, target))
-        old, new = (block_view(address, shape).view(np.uint16) for address in begin)
-        new[...] = old
-
-    def _write(
-        self,
-        pool: int,
-        layer: int,
-        table: NDArray[np.uint32],
-        begin: int,
-        k: NDArray[Any],
-        v: NDArray[Any],
-    ) -> None:
-        """Stores K and V, as ``_rows`` gives them, from position ``begin`` on."""
-        n, steps = k.shape[1], [stride // k.itemsize for a in (k, v) for stride in a.strides[1::-1]]
-        if k.dtype == F32:
-            self.lib.tl_kv_append_f32(
-                pool, layer, u32_ptr(table), len(table), begin, n, f32_ptr(k), f32_ptr(v),
-                steps[1], steps[0],
-            )  # fmt: skip
-            return
-        places = np.arange(begin, begin + n)
-        slots = table[places // self.block_size].astype(np.int64) * self.block_size
-        slots += places % self.block_size
-        self.lib.tl_kv_write_slots(
-            self._layer_view(pool, layer), i64_ptr(slots), n, k.ctypes.data, v.ctypes.data, TL_F16,
-            *steps,
-        )  # fmt: skip
-
-    def _pieces(
-        self, table: NDArray[np.uint32], begin: int, end: int
-    ) -> Iterable[tuple[int, slice, slice]]:
-        """Positions begin .. end - 1 by block: the block, its slots, the same counted from ``begin``."""
-        b = self.block_size
-        for start in range(begin - begin % b, end, b):
-            low, high = max(start, begin), min(start + b, end)
-            yield (
-                int(table[start // b]),
-                slice(low - start, high - start),
-                slice(low - begin, high - begin),
-            )
-
-
-def _alike(k: NDArray[Any], v: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """float32 K and V of the same strides, whole elements, 1 in the last axis: as they are, or
-    copies."""
-    if k.strides == v.strides and k.strides[2] == F32.itemsize:
-        if whole_rows(k) is k and whole_rows(v) is v:
-            return k, v
-    return packed(k), packed(v)
 
 
 def ids_in_order(fn: str, seq_ids: Any) -> Sequence[Hashable]:

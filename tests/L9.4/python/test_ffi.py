@@ -74,7 +74,8 @@ def headers(root: Path) -> str:
 
 
 def c_type(declaration: str, is_result: bool = False) -> Any:
-    """The ctypes form of "const float *q": the last word is the parameter's name unless this is a result."""
+    """The ctypes form of "const float *q": the last word is the parameter's name unless this is a
+    result."""
     words = re.findall(r"\w+|\*", declaration)
     if not is_result:
         assert len(words) > 1, declaration
@@ -217,9 +218,9 @@ def test_structs_have_the_names_sizes_and_offsets_the_c_compiler_gives_them(
 def test_struct_sizes_are_the_documented_ones() -> None:
     sizes = {c: ctypes.sizeof(struct) for c, struct in ffi.STRUCTS.items()}
     assert sizes == {
-        "tl_allocator": 24, "tl_arena_mark": 16, "tl_arena_stats": 32, "tl_kv_cfg": 28, "tl_kv_stats": 16,
-        "tl_kv_block": 16, "tl_kv_view": 184, "tl_trace_event": 72, "tl_trace": 24, "tl_paged_attn_args": 200,
-        "tl_attn_part": 32,
+        "tl_allocator": 24, "tl_arena_mark": 16, "tl_arena_stats": 32, "tl_kv_cfg": 28,
+        "tl_kv_stats": 16, "tl_kv_block": 16, "tl_kv_view": 184, "tl_trace_event": 72,
+        "tl_trace": 24, "tl_paged_attn_args": 200, "tl_attn_part": 32,
     }  # fmt: skip
 
 
@@ -449,8 +450,8 @@ def test_f32_ptr_keeps_its_array_alive(readonly: bool) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        np.zeros(2), np.zeros(2, np.float16), np.zeros(2, np.int32), np.zeros(2, ">f4"), np.zeros(2, bool),
-        [1.0, 2.0], 1.0, np.float32(1), b"1234", "x",
+        np.zeros(2), np.zeros(2, np.float16), np.zeros(2, np.int32), np.zeros(2, ">f4"),
+        np.zeros(2, bool), [1.0, 2.0], 1.0, np.float32(1), b"1234", "x",
     ],
     ids=repr,
 )  # fmt: skip
@@ -581,7 +582,7 @@ def test_a_file_that_is_no_such_library_is_a_clear_os_error(tmp_path: Path, lib:
 
 
 def test_importing_the_package_loads_no_library(run_silently: Any) -> None:
-    program = "import sys, tinyllm\nwith open('/proc/self/maps') as maps:\n    print('libtinyllm' in maps.read())\n"
+    program = "import tinyllm\nprint('libtinyllm' in open('/proc/self/maps').read())\n"
     if sys.platform != "linux":
         pytest.skip("reads /proc")
     assert run_silently(program, TINYLLM_LIB="/nonexistent") == "False\n"

@@ -54,7 +54,8 @@ def narrowed(a: NDArray[np.float32], dtype: str) -> NDArray[Any]:
 
 @dataclass
 class Batch:
-    """Rows of some sequences over blocks [n_blocks, Hkv, b, D] in random order; what nobody holds is NaN."""
+    """Rows of some sequences over blocks [n_blocks, Hkv, b, D] in random order; what nobody holds
+    is NaN."""
 
     q: NDArray[np.float32]
     k: NDArray[Any]
@@ -109,7 +110,8 @@ def make_batch(
     q = F32(spread) * rng.standard_normal((sum(n_rows), n_kv * group, dims[0]), F32)
     return Batch(
         q, narrowed(k, dtype), narrowed(v, dtype), dtype, tables,
-        np.array([ctx for _, ctx in lengths], np.int32), np.cumsum([0, *n_rows]).astype(np.int32), options,
+        np.array([ctx for _, ctx in lengths], np.int32), np.cumsum([0, *n_rows]).astype(np.int32),
+        options,
     )  # fmt: skip
 
 
@@ -208,7 +210,8 @@ def plain(batch: Batch) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
 def test_the_options_mean_what_they_say(dtype: str) -> None:
     batch = make_batch(
         5, MIXED, dims=(16, 24), dtype=dtype, spread=2, window=21, softcap=3.0, scale=0.6,
-        alibi_slopes=np.array([0.5, 0.25, 0.125, 0.0625], F32), sink_logits=np.array([1, -1, 3, 0], F32),
+        alibi_slopes=np.array([0.5, 0.25, 0.125, 0.0625], F32),
+        sink_logits=np.array([1, -1, 3, 0], F32),
     )  # fmt: skip
     for got, want in zip(batch.run(), plain(batch), strict=True):
         np.testing.assert_allclose(got, want, atol=2e-5)
@@ -633,7 +636,8 @@ def test_window_none_zero_and_negative_are_no_window() -> None:
 
 
 class TestRefused:
-    """Every bad call raises, with the function, the argument and the value, and leaves ``out`` alone."""
+    """Every bad call raises, with the function, the argument and the value, and leaves ``out``
+    alone."""
 
     @pytest.fixture(autouse=True)
     def _prepared(self) -> Iterator[None]:
@@ -645,8 +649,8 @@ class TestRefused:
     def refuses(self, error: type[Exception], says: str, **changes: Any) -> None:
         b = self.batch
         given: dict[str, Any] = {
-            "q": b.q, "kv": KVView.from_arrays(b.k, b.v), "block_tables": b.tables, "ctx_lens": b.ctx_lens,
-            "cu_seqlens_q": b.starts, "out": self.out, **changes,
+            "q": b.q, "kv": KVView.from_arrays(b.k, b.v), "block_tables": b.tables,
+            "ctx_lens": b.ctx_lens, "cu_seqlens_q": b.starts, "out": self.out, **changes,
         }  # fmt: skip
         with pytest.raises(error, match=f"^paged_attention: {says}"):
             paged_attention(**given)
@@ -1205,7 +1209,8 @@ def test_bad_windows_are_refused(flat: PagedKVCache) -> None:
 
 @pytest.mark.parametrize("seed", range(25))
 def test_random_cuts_agree_with_a_model(seed: int) -> None:
-    """Forks, appends and cuts at both ends over two layers, against lists of what each sequence holds."""
+    """Forks, appends and cuts at both ends over two layers, against lists of what each sequence
+    holds."""
     rng = np.random.default_rng(seed)
     n_blocks, b, names = 24, 4, iter(range(10**6))
     held: dict[int, list[NDArray[np.float16]]] = {}  # [2, heads, length, width] of each layer

@@ -24,6 +24,7 @@ from hypothesis.stateful import (
 from numpy.typing import NDArray
 from tinyllm import OutOfBlocks, PagedKVCache
 from tinyllm.ffi.libtinyllm import TL_EINVAL, TL_ENOTFOUND, Lib, TlError, u32_ptr
+from tinyllm.infer.blocks import Blocks
 
 HEADS, WIDTH = 2, 3
 _numbers = itertools.count(1)
@@ -32,7 +33,8 @@ _numbers = itertools.count(1)
 def kv(
     n_tokens: int, n_heads: int = HEADS, width: int = WIDTH, dtype: Any = np.float32
 ) -> tuple[Any, Any]:
-    """K and V [n_heads, n_tokens, width] of small integers (exact in f16), other ones on every call."""
+    """K and V [n_heads, n_tokens, width] of small integers (exact in f16), other ones on every
+    call."""
     rng = np.random.default_rng(next(_numbers))
     k, v = rng.integers(-2000, 2000, (2, n_heads, n_tokens, width))
     return k.astype(dtype), v.astype(dtype)
@@ -156,8 +158,9 @@ INF = float("inf")
 ROUNDED = [  # value, float16 code: nearest, ties to even; overflow is infinity
     (65504.0, 0x7BFF), (65519.99, 0x7BFF), (65520.0, 0x7C00), (-65520.0, 0xFC00), (1e30, 0x7C00),
     (INF, 0x7C00),
-    (2.0**-24, 0x0001), (2.0**-25, 0x0000), (-(2.0**-24), 0x8001), (1.5 * 2.0**-24, 0x0002), (-0.0, 0x8000),
-    (1 + 2.0**-11, 0x3C00), (1 + 3 * 2.0**-11, 0x3C02), (float("nan"), 0x7E00), (-float("nan"), 0x7E00),
+    (2.0**-24, 0x0001), (2.0**-25, 0x0000), (-(2.0**-24), 0x8001), (1.5 * 2.0**-24, 0x0002),
+    (-0.0, 0x8000), (1 + 2.0**-11, 0x3C00), (1 + 3 * 2.0**-11, 0x3C02),
+    (float("nan"), 0x7E00), (-float("nan"), 0x7E00),
 ]  # fmt: skip
 
 
@@ -527,9 +530,9 @@ def test_a_failure_half_way_gives_the_fresh_blocks_back(
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
-    for step in ("_copy_block", "_write"):
+    for step in ("copy", "write"):
         with monkeypatch.context() as patch:
-            patch.setattr(PagedKVCache, step, stop)
+            patch.setattr(Blocks, step, stop)
             with pytest.raises(KeyboardInterrupt):
                 cache.append("b", 0, *kv(9))
         assert snapshot(cache, "a", "b") == before
@@ -559,8 +562,9 @@ class TestBadArguments(Refuses):
     def test_an_unknown_id_is_a_key_error_everywhere(self, seq: Any) -> None:
         cache, (k, v) = self.cache, kv(1)
         calls = (
-            lambda: cache.append(seq, 0, k, v), lambda: cache.fork(seq, "new"), lambda: cache.free(seq),
-            lambda: cache.block_table(seq), lambda: cache.seq_len(seq), lambda: cache.gather(seq, 0),
+            lambda: cache.append(seq, 0, k, v), lambda: cache.fork(seq, "new"),
+            lambda: cache.free(seq), lambda: cache.block_table(seq), lambda: cache.seq_len(seq),
+            lambda: cache.gather(seq, 0),
         )  # fmt: skip
         for call in calls:
             with pytest.raises(KeyError):
@@ -602,8 +606,8 @@ class TestBadArguments(Refuses):
     @pytest.mark.parametrize(
         "shape",
         [
-            (WIDTH, 5, HEADS), (5, HEADS, WIDTH), (HEADS, 0, WIDTH), (HEADS, 5), (1, HEADS, 5, WIDTH),
-            (HEADS + 1, 5, WIDTH),
+            (WIDTH, 5, HEADS), (5, HEADS, WIDTH), (HEADS, 0, WIDTH), (HEADS, 5),
+            (1, HEADS, 5, WIDTH), (HEADS + 1, 5, WIDTH),
             (HEADS, 5, WIDTH + 1), (1, 5, WIDTH), (), (0, 0, 0),
         ],
     )  # fmt: skip
@@ -630,12 +634,12 @@ class TestBadArguments(Refuses):
     def test_what_are_no_real_numbers_is_a_type_error(self, dtype: Any) -> None:
         good, bad = np.zeros((HEADS, 1, WIDTH), np.float32), np.zeros((HEADS, 1, WIDTH), dtype)
         for k, v in ((bad, good), (good, bad)):
-            with pytest.raises(TypeError, match="^append: [kv] must be real numbers, not"):
+            with pytest.raises(TypeError, match=r"^append: [kv] must be real numbers, not"):
                 self.cache.append("a", 0, k, v)
 
     @pytest.mark.parametrize("what", [None, "k", {1.0}, [[1.0], [2.0, 3.0]], object()])
     def test_what_is_no_array_is_a_type_error(self, what: Any) -> None:
-        with pytest.raises(TypeError, match="^append: k must be"):
+        with pytest.raises(TypeError, match=r"^append: k must be"):
             self.cache.append("a", 0, what, np.zeros((HEADS, 1, WIDTH), np.float32))
         masked = np.ma.zeros((HEADS, 1, WIDTH), np.float32)
         with pytest.raises(TypeError, match="MaskedArray"):
@@ -754,11 +758,11 @@ def test_lib_comes_first_or_by_its_name(lib: Lib) -> None:
     ):  # fmt: skip
         with PagedKVCache(*args, **options) as cache:
             assert cache.lib is lib
-    with pytest.raises(TypeError, match="^PagedKVCache: block_size, d_head must be given"):
+    with pytest.raises(TypeError, match=r"^PagedKVCache: block_size, d_head must be given"):
         PagedKVCache(num_blocks=1, n_layers=1, n_kv_heads=1)  # type: ignore[call-overload]
-    with pytest.raises(TypeError, match="^PagedKVCache: d_head must be given"):
+    with pytest.raises(TypeError, match=r"^PagedKVCache: d_head must be given"):
         PagedKVCache(1, 1, 1, 1, 1)  # type: ignore[call-overload]
-    with pytest.raises(TypeError, match="^PagedKVCache: lib must be a Lib or None, not 1"):
+    with pytest.raises(TypeError, match=r"^PagedKVCache: lib must be a Lib or None, not 1"):
         PagedKVCache(1, 1, 1, 1, 1, 1)  # type: ignore[call-overload]
 
 
@@ -930,7 +934,7 @@ class CacheAgainstModel(RuleBasedStateMachine):
         found = []
         for layer in range(LAYERS):
             for is_v in range(2):
-                found.append(self.cache._view(self.cache.pool, block, layer, is_v).tolist())
+                found.append(self.cache._blocks.slab(block, layer, is_v).tolist())
         assert found == wanted
 
     @precondition(lambda self: self.held)
@@ -952,7 +956,8 @@ class CacheAgainstModel(RuleBasedStateMachine):
 
     @invariant()
     def evicted_names_are_gone(self) -> None:
-        """A name is either found at its block or was evicted; as many are gone as evictions were counted."""
+        """A name is either found at its block or was evicted; as many are gone as evictions were
+        counted."""
         for name in list(self.registered):
             block = lookup(self.cache, name)
             if block is None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""The friendly surface: right numbers or an exception, for any array; threads, lifetimes, fork and exit."""
+"""The friendly surface: right numbers or an exception, for any array; threads, lifetimes, fork and
+exit."""
 
 from __future__ import annotations
 
@@ -216,14 +217,16 @@ class TestDecodeRefuses:
 
     @pytest.mark.parametrize("dtype", [bool, complex, object, "S4", "M8[s]"])
     def test_q_of_what_are_no_real_numbers(self, dtype: Any) -> None:
-        with pytest.raises(TypeError, match="^paged_attention_decode: q must be real numbers, not"):
+        with pytest.raises(
+            TypeError, match=r"^paged_attention_decode: q must be real numbers, not"
+        ):
             self.call(q=self.q.astype(dtype))
 
     def test_no_array_at_all(self) -> None:
         for bad in (None, {1.0}, "q", [[["1"]]], [[1.0], [2.0, 3.0]], np.ma.array(self.q)):
-            with pytest.raises(TypeError, match="^paged_attention_decode: q must be"):
+            with pytest.raises(TypeError, match=r"^paged_attention_decode: q must be"):
                 self.call(q=bad)
-        with pytest.raises(ValueError, match="^paged_attention_decode: q must have 3 axes"):
+        with pytest.raises(ValueError, match=r"^paged_attention_decode: q must have 3 axes"):
             self.call(q=1.0)
 
     @pytest.mark.parametrize(
@@ -268,9 +271,10 @@ class TestDecodeRefuses:
             self.call(window=window)
 
     def test_arguments_of_another_type(self) -> None:
-        for changes in ({"window": 1.0}, {"window": "3"}, {"window": True},
-                        {"scale": "1"}, {"scale": [1.0]}, {"scale": True},
-                        {"threads": 1.5}, {"threads": "2"}, {"threads": True}, {"cache": None}):  # fmt: skip
+        for changes in (
+            {"window": 1.0}, {"window": "3"}, {"window": True}, {"scale": "1"}, {"scale": [1.0]},
+            {"scale": True}, {"threads": 1.5}, {"threads": "2"}, {"threads": True}, {"cache": None},
+        ):  # fmt: skip
             with pytest.raises(TypeError, match=f"paged_attention_decode: {next(iter(changes))}"):
                 self.call(**changes)
 
@@ -476,8 +480,8 @@ def test_a_thread_pool_serves_until_it_is_closed(cache: PagedKVCache, q: Any) ->
         assert_same_bits(flash_attention(*tensors(), threads=pool), flash_attention(*tensors()))
     pool.close()
     for use in (
-        lambda: pool.threads, lambda: paged_attention_decode(q, cache, SEQS, 0, threads=pool), pool.__enter__,
-        lambda: flash_attention(*tensors(), threads=pool),
+        lambda: pool.threads, lambda: paged_attention_decode(q, cache, SEQS, 0, threads=pool),
+        pool.__enter__, lambda: flash_attention(*tensors(), threads=pool),
     ):  # fmt: skip
         with pytest.raises(ClosedError, match="ThreadPool is closed"):
             use()
@@ -682,7 +686,8 @@ import gc
 from tinyllm import PagedKVCache, ThreadPool
 for make in (lambda: PagedKVCache(None, 0, 1, 1, 1, 1),
              lambda: PagedKVCache(None, 2**31 - 1, 2**32 - 1, 2**32 - 1, 2**32 - 1, 1),
-             lambda: ThreadPool(-1), lambda: ThreadPool('x'), lambda: PagedKVCache(object(), 1, 1, 1, 1, 1)):
+             lambda: ThreadPool(-1), lambda: ThreadPool('x'),
+             lambda: PagedKVCache(object(), 1, 1, 1, 1, 1)):
     try:
         make()
     except (ValueError, TypeError, AttributeError):
@@ -771,7 +776,7 @@ print(len(os.listdir('/proc/self/task')) - threads, grown < 2 << 20 or grown)
 
 
 # --- fork
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 FORKED = """
 import os, signal, sys, time, warnings
@@ -850,7 +855,8 @@ print(right())
     )
 
 
-# --- what cannot run ----------------------------------------------------------------------------------------
+# --- what cannot run
+# --------------------------------------------------------------------------------------------------
 
 
 def test_an_instruction_set_that_is_not_here_is_an_exception(run_python: Any) -> None:
