@@ -42,8 +42,8 @@ NO_BLOCK = UINT32_MAX  # a table entry nobody reads
 class Blocks:
     """``n_blocks`` blocks of f16 K and V, and the counters that the pool does not keep.
 
-    fresh: what a call took from the pool and no table names yet; ``give_back`` returns it, so that
-    an interrupted call loses none. high_water: the most blocks in use at once.
+    fresh: what a call took from the pool and no table names yet. Where the call does not end well,
+    ``give_back`` returns it before the next one begins. high_water: the most blocks in use at once.
     """
 
     def __init__(self, lib: Lib, handle: Handle) -> None:

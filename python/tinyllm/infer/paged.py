@@ -160,7 +160,7 @@ class PagedKVCache(NotCopied):
     def add_seq(self, seq_id: Hashable) -> None:
         """Begins an empty sequence. Raises ValueError where ``seq_id`` is live."""
         with self._handle.write(), self._handle.turn:
-            self._begin_write()
+            self._settle()
             self._refuse_live("add_seq", seq_id)
             empty = CachedSequence(np.empty(0, np.uint32), [0] * self.n_layers)
             self._sequences[seq_id] = empty
@@ -172,7 +172,7 @@ class PagedKVCache(NotCopied):
         Raises: ValueError where ``child`` is live.
         """
         with self._handle.write(), self._handle.turn:
-            self._begin_write()
+            self._settle()
             source = self._sequence("fork", parent)
             self._refuse_live("fork", child)
             twin = CachedSequence(source.table, source.lengths, source.gone)
@@ -187,7 +187,7 @@ class PagedKVCache(NotCopied):
         So of a registered chain the tail is evicted first, and what is left can still be found.
         """
         with self._handle.write(), self._handle.turn:
-            self._begin_write()
+            self._settle()
             sequence = self._sequence("free", seq_id)
             self._blocks.commit(
                 partial(self._sequences.pop, seq_id), self._blocks.unref(sequence.blocks())
@@ -204,7 +204,7 @@ class PagedKVCache(NotCopied):
         layer, or one other than 0 in what ``trim_front`` gave back. Then nothing has changed.
         """
         with self._handle.write(), self._handle.turn:
-            self._begin_write()
+            self._settle()
             sequence = self._sequence("truncate", seq_id)
             length = integer("truncate", "length", length, 0, max(sequence.lengths))
             if 0 < length < sequence.gone * self.block_size:
@@ -237,7 +237,7 @@ class PagedKVCache(NotCopied):
         Raises: TypeError for a window that is no integer, ValueError for one below 1.
         """
         with self._handle.write(), self._handle.turn:
-            self._begin_write()
+            self._settle()
             sequence = self._sequence("trim_front", seq_id)
             window = integer("trim_front", "window", window, 1, INT64_MAX)
             gone = max(sequence.gone, (min(sequence.lengths) - window) // self.block_size)
@@ -270,7 +270,7 @@ class PagedKVCache(NotCopied):
         layer = self._layer("append", layer)
         k, v = self._blocks.rows("append", k, v)
         with self._handle.write(), self._handle.turn:
-            self._begin_write()
+            self._settle()
             sequence = self._sequence("append", seq_id)
             begin = sequence.lengths[layer]
             end = begin + k.shape[1]
@@ -283,17 +283,13 @@ class PagedKVCache(NotCopied):
             first, last = begin // b, -(-end // b)  # the blocks that are written: table[first:last]
             written = range(first, min(last, len(old)))
             copied = [i for i in written if not self._is_writable(sequence, i)]
-            try:
-                fresh = self._take(seq_id, len(copied), max(0, last - len(old)))
-                table = np.concatenate((old, fresh[len(copied) :])) if len(fresh) else old
-                for i, block in zip(copied, fresh, strict=False):
-                    table[i] = block
-                    self._blocks.copy(int(old[i]), int(block))
-                self._blocks.write(layer, table, begin, k, v)
-                self._blocks.commit(*self._grown(sequence, layer, end, table, copied))
-            except BaseException:
-                self._blocks.give_back()
-                raise
+            fresh = self._take(seq_id, len(copied), max(0, last - len(old)))
+            table = np.concatenate((old, fresh[len(copied) :])) if len(fresh) else old
+            for i, block in zip(copied, fresh, strict=False):
+                table[i] = block
+                self._blocks.copy(int(old[i]), int(block))
+            self._blocks.write(layer, table, begin, k, v)
+            self._blocks.commit(*self._grown(sequence, layer, end, table, copied))
 
     def _grown(
         self,
@@ -359,15 +355,11 @@ class PagedKVCache(NotCopied):
         nothing has changed.
         """
         with self._handle.write(), self._handle.turn:
-            self._begin_write()
+            self._settle()
             self._refuse_live("import_seq", seq_id)
             memory = np.frombuffer(envelope, np.uint8) if len(envelope) else np.empty(0, np.uint8)
             try:
                 table, length = self._blocks.load("import_seq", memory)
-                sequence = CachedSequence(table, [length] * self.n_layers)
-                self._blocks.commit(
-                    partial(self._sequences.__setitem__, seq_id, sequence), self._blocks.keep()
-                )
             except TlError as error:
                 if error.status in (TL_EFORMAT, TL_ESHAPE):
                     raise ValueError(f"import_seq: {error.reason}") from error
@@ -375,9 +367,10 @@ class PagedKVCache(NotCopied):
                     raise
                 self._failures += 1
                 raise OutOfBlocks(f"import_seq: sequence {seq_id!r}: {error.reason}") from error
-            except BaseException:
-                self._blocks.give_back()
-                raise
+            sequence = CachedSequence(table, [length] * self.n_layers)
+            self._blocks.commit(
+                partial(self._sequences.__setitem__, seq_id, sequence), self._blocks.keep()
+            )
 
     # --- looking
     # --------------------------------------------------------------------------------------------
@@ -465,6 +458,7 @@ class PagedKVCache(NotCopied):
     def stats(self) -> dict[str, int]:
         """Blocks ``free``, ``used`` and ``cached``, and ``evictions`` so far."""
         with self._handle.look():
+            self._settle()
             stats = self._blocks.stats()
         names = ("free", "used", "cached", "evictions")
         return {name: int(getattr(stats, name)) for name in names}
@@ -493,7 +487,7 @@ class PagedKVCache(NotCopied):
         from tinyllm.observe.pool.snapshot import Snapshot, pool_blocks, sequence_state
 
         with self._handle.look():
-            self._begin_write()
+            self._settle()
             stats = self._blocks.stats()
             sequences = tuple(
                 sequence_state(seq_id, s.table, s.gone, s.lengths)
@@ -607,8 +601,9 @@ class PagedKVCache(NotCopied):
     def _refuse_closed(self) -> None:
         self._handle.address  # noqa: B018  it says so
 
-    def _begin_write(self) -> None:
-        """Says that the cache is closed; gives back what an interrupted call left."""
+    def _settle(self) -> None:
+        """Before writes and looks: gives back the fresh blocks of a call that did not end well.
+        Raises ClosedError."""
         self._refuse_closed()
         self._blocks.give_back()
 

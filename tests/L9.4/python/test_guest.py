@@ -413,8 +413,8 @@ def test_an_exception_on_its_way_is_not_hidden_by_a_cache_in_use() -> None:
 
 def test_exit_under_daemon_threads_between_their_calls(run_silently: Callable[..., str]) -> None:
     said = run_silently("""
-import threading, time
-import numpy as np
+import atexit, threading, time
+atexit.register(time.sleep, 0.3)  # the last of all: the threads go on meanwhile
 from tinyllm import PagedKVCache, ThreadPool
 cache = PagedKVCache(num_blocks=8, block_size=4, n_layers=1, n_kv_heads=1, d_head=2)
 pool = ThreadPool(2)

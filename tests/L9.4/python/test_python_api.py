@@ -890,11 +890,14 @@ print(hashlib.sha256(out.tobytes() + lse.tobytes()).hexdigest())
 
 
 def test_the_surface_is_what_it_says(lib: Lib) -> None:
+    assert dir(tinyllm) == sorted(tinyllm.__all__)
     for name in tinyllm.__all__:
         assert getattr(tinyllm, name) is not None
     places = {
         "tinyllm.ffi.libtinyllm": ("TlError", "AbiMismatch"),
+        "tinyllm.infer": ("OutOfBlocks", "PagedKVCache"),
         "tinyllm.infer.paged": ("OutOfBlocks", "PagedKVCache"),
+        "tinyllm.modern": ("windowed_attention",),
         "tinyllm.kv_view": ("KVView",),
         "tinyllm.modern.window": ("windowed_attention",),
     }
