@@ -31,8 +31,9 @@ OBSERVERS: Final[ContextVar[tuple[Observer, ...]]] = ContextVar("tinyllm.observe
 def observing(observer: Observer) -> Iterator[None]:
     """``observer`` watches the calls that this context (thread, or asyncio task) makes in the
     block."""
-    token = OBSERVERS.set((*OBSERVERS.get(), observer))
-    try:
+    before = OBSERVERS.get()
+    try:  # with the setting inside: an interrupt behind it must not leave the observer there
+        OBSERVERS.set((*before, observer))
         yield
     finally:
-        OBSERVERS.reset(token)
+        OBSERVERS.set(before)

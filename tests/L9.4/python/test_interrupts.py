@@ -17,6 +17,7 @@ import pytest
 import tinyllm
 from tinyllm import PagedKVCache, ThreadPool, flash_attention, paged_attention
 from tinyllm import paged_attention_decode as decode
+from tinyllm._observers import OBSERVERS, observing
 from tinyllm.ffi.libtinyllm import Lib
 
 # A cache whose K at position p of layer l is p + l everywhere, whoever holds it.
@@ -134,24 +135,26 @@ class AtCall:
     """Raises KeyboardInterrupt at the n-th place of the package's own code where Python looks for
     signals: as a function begins, and behind a call that has just returned."""
 
-    def __init__(self, n: int) -> None:
-        self.left = n
+    def __init__(self, n: int, events: tuple[str, ...]) -> None:
+        self.left, self.events = n, events
 
     def __call__(self, frame: Any, event: str, result: Any) -> None:
         del result  # this frame is in the traceback, and must keep nothing alive by itself
         callers = {frame.f_code.co_name, frame.f_back.f_code.co_name}
         if "release" in callers or not frame.f_code.co_filename.startswith(OURS):
             return  # what Python raises in a finalizer it prints, and that is that
-        if event in ("call", "return", "c_return"):
+        if event in self.events:
             self.left -= 1
             if self.left == 0:
                 raise KeyboardInterrupt
 
 
-def interrupted(call: Callable[[], Any], n: int) -> KeyboardInterrupt | None:
+def interrupted(
+    call: Callable[[], Any], n: int, events: tuple[str, ...] = ("call", "return", "c_return")
+) -> KeyboardInterrupt | None:
     """What came out of ``call``, interrupted at the n-th place; None where it was done before."""
     before = sys.getprofile()
-    sys.setprofile(AtCall(n))
+    sys.setprofile(AtCall(n, events))
     try:
         call()
     except KeyboardInterrupt as error:
@@ -278,3 +281,19 @@ def test_a_pool_that_was_made_when_the_interrupt_came_is_destroyed(lib: Lib) -> 
         if done:
             break
     assert n > 20
+
+
+def test_an_observer_does_not_outstay_an_interrupt() -> None:
+    def watch() -> None:
+        with observing(object()):  # type: ignore[arg-type]
+            OBSERVERS.get()
+
+    for n in itertools.count(1):
+        error = interrupted(watch, n, ("call", "c_return"))  # a yield is no return
+        done = error is None
+        del error
+        gc.collect()
+        assert OBSERVERS.get() == (), f"place {n}"
+        if done:
+            break
+    assert n > 3
