@@ -227,7 +227,7 @@ static uint32_t copy_by_folding(unsigned char *to, const unsigned char *from, si
     const size_t whole = (n - first) / FOLD * FOLD, last = n - first - whole;
     crc = tl_crc32c_copy_in_pieces(to, from, first, crc, false);
     crc = ~update_folds(~crc, to + first, from + first, whole,
-                     past_cache ? CRC32C_STORE_PAST_CACHE : CRC32C_STORE);
+                        past_cache ? CRC32C_STORE_PAST_CACHE : CRC32C_STORE);
     return tl_crc32c_copy_in_pieces(to + n - last, from + n - last, last, crc, false);
 }
 

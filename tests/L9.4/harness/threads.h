@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* threads.h: how many threads the process has, for tests of what starts and ends them, and whether
- * ThreadSanitizer watches. */
+/* threads.h: how many threads the process has, for tests of what starts and ends them, and
+ * which sanitizer watches. */
 #ifndef TL_THREADS_H
 #define TL_THREADS_H
 
@@ -9,15 +9,22 @@
 #include <stdbool.h>
 #include <time.h>
 
-#if defined(__SANITIZE_THREAD__)
-#define UNDER_TSAN 1
-#elif defined(__has_feature)
-#if __has_feature(thread_sanitizer)
-#define UNDER_TSAN 1
+#if defined(__has_feature) /* clang's way to say it */
+#define TL_HAS_FEATURE(x) __has_feature(x)
+#else
+#define TL_HAS_FEATURE(x) 0
 #endif
-#endif
-#ifndef UNDER_TSAN
+
+#if defined(__SANITIZE_THREAD__) || TL_HAS_FEATURE(thread_sanitizer)
+#define UNDER_TSAN 1
+#else
 #define UNDER_TSAN 0
+#endif
+
+#if defined(__SANITIZE_ADDRESS__) || TL_HAS_FEATURE(address_sanitizer)
+#define UNDER_ASAN 1
+#else
+#define UNDER_ASAN 0
 #endif
 
 static inline int threads_of_process(void)
