@@ -353,7 +353,7 @@ tl_status tl_kv_set_length(tl_kv_pool *kv, const uint32_t *block_table, int32_t 
     if (!kv || (!block_table && n_table > 0))
         return tl_fail(TL_EINVAL, fn, "%s is NULL", kv ? "block_table" : "the pool");
     const int64_t b = kv->cfg.block_tokens;
-    if (n_table < 0 || first < 0 || length < first || length > n_table * b)
+    if (first < 0 || length < first || length > n_table * b)
         return tl_fail_i64(TL_EINVAL, fn,
                            "positions %lld to %lld: the table has %lld blocks of %lld", first,
                            length, n_table, b);

@@ -383,6 +383,7 @@ TEST(bad_arguments_are_refused_and_nothing_is_written)
         check_refused(v, x, y, 2, -3, TL_EINVAL, "cols = -3");
         check_refused(v, x, y, -2, -2, TL_EINVAL, "-2");
         check_refused(v, x, y, 0, -1, TL_EINVAL, "-1");
+        check_refused(v, x, y, -1, 0, TL_EINVAL, "-1");
         check_refused(v, x, y, INT64_MIN, 1, TL_EINVAL, "-9223372036854775808");
         check_refused(v, x, y, INT64_MAX, 2, TL_EINVAL, "9223372036854775807");
         /* 2^64 elements: 0 if it wrapped */
