@@ -75,7 +75,8 @@ class LibraryHook(BuildHookInterface):  # type: ignore[type-arg]
 
 def _environment() -> dict[str, str]:
     """That of pip. Of a make that runs pip, the number of jobs: its job server is closed to us."""
-    kept = {name: value for name, value in os.environ.items() if name not in ("MFLAGS", "MAKELEVEL")}
+    dropped = ("MFLAGS", "MAKELEVEL")
+    kept = {name: value for name, value in os.environ.items() if name not in dropped}
     words = kept.get("MAKEFLAGS", "").split()
     kept["MAKEFLAGS"] = " ".join(word for word in words if not word.startswith("--jobserver"))
     return kept

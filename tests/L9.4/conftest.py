@@ -40,7 +40,8 @@ RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture
 def run_python(lib: Lib) -> RunPython:
-    """Runs a program in a fresh interpreter that sees the package and the same library; a minute at most."""
+    """Runs a program in a fresh interpreter that sees the package and the same library, for a
+    minute at most."""
 
     def run(code: str, **env: str) -> subprocess.CompletedProcess[str]:
         environment = {

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""What the tests of installing share: a checkout to build from, and clean places to run the outcome."""
+"""What the tests of installing share: a checkout to build from, and clean places to run what
+comes of it."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ def pytest_sessionstart() -> None:
     ]
     if missing:
         pytest.exit(
-            f"there is no {', '.join(missing)} (Debian: apt-get install make gcc g++ cmake pkg-config git)",
+            f"there is no {', '.join(missing)} "
+            "(Debian: apt-get install make gcc g++ cmake pkg-config git)",
             2,
         )
 

@@ -14,7 +14,10 @@ from conftest import ROOT, run
 PROGRAM = """\
 #include <stdio.h>
 #include <tinyllm.h>
-int main(void) { return printf("%s %08x\\n", tl_version(), (unsigned)tl_crc32c("123456789", 9, 0)) < 0; }
+int main(void)
+{
+    return printf("%s %08x\\n", tl_version(), (unsigned)tl_crc32c("123456789", 9, 0)) < 0;
+}
 """
 LANGUAGES = {"c": ["cc", "-std=c11", "-pedantic"], "cc": ["c++", "-std=c++17", "-pedantic"]}
 
@@ -128,7 +131,8 @@ def test_cmake_takes_a_version_that_will_do(installed: Path, tmp_path: Path, ver
         "0.0.1 EXACT": False, "0.999": False, "1": False, "1.0": False,
     }  # fmt: skip
     questions = "".join(
-        f'find_package(tinyllm {asked} CONFIG QUIET)\nmessage(STATUS "[{asked}] ${{tinyllm_FOUND}}")\n'
+        f"find_package(tinyllm {asked} CONFIG QUIET)\n"
+        f'message(STATUS "[{asked}] ${{tinyllm_FOUND}}")\n'
         "unset(tinyllm_DIR CACHE)\n"
         for asked in answers
     )

@@ -243,8 +243,8 @@ def test_without_make_or_a_compiler_it_says_what_to_install(
             (tools / name).symlink_to(str(shutil.which(name)))
     said = run(*BUILD_WHEEL, checkout, cwd=tmp_path, ok=False, PATH=str(tools), CC="cc")
     assert (
-        "make and a C compiler are needed to build libtinyllm (Debian: apt-get install make gcc libc6-dev)"
-        in said
+        "make and a C compiler are needed to build libtinyllm "
+        "(Debian: apt-get install make gcc libc6-dev)" in said
     )
     assert "Traceback" not in said
     assert ("there is no make" if missing == "make" else "no C compiler 'cc'") in said
@@ -270,7 +270,10 @@ def test_a_wheel_for_another_machine_is_refused_and_unpacked_by_hand_it_says_whi
     wheel = for_another_machine(only(dist, "*.whl"), tmp_path)
     assert "is not a supported wheel on this platform" in installed.pip("install", wheel, ok=False)
     zipfile.ZipFile(wheel).extractall(tmp_path / "unpacked")
-    try_it = "from tinyllm.ffi.libtinyllm import load\ntry:\n    load()\nexcept OSError as e:\n    print(e)"
+    try_it = (
+        "from tinyllm.ffi.libtinyllm import load\n"
+        "try:\n    load()\nexcept OSError as e:\n    print(e)"
+    )
     said = installed.says(try_it, PYTHONPATH=str(tmp_path / "unpacked"))
     assert "cannot be loaded: it is for another machine, RISC-V; this Python runs on " in said
     assert "pip install --force-reinstall ." in said

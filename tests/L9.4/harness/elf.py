@@ -13,7 +13,8 @@ SHT_DYNAMIC, SHT_DYNSYM = 6, 11
 
 @dataclass
 class Elf:
-    """machine: ``e_machine``; soname and needed as in the dynamic section; exported: what others may use."""
+    """machine: ``e_machine``; soname and needed as in the dynamic section; exported: what others
+    may use."""
 
     machine: int
     soname: str = ""

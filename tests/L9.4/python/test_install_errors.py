@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""What a newcomer reads when something is missing: each message names the cause and the next command."""
+"""What a newcomer reads when something is missing: each message names the cause and the next
+command."""
 
 from __future__ import annotations
 

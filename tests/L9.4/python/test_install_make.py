@@ -26,7 +26,10 @@ FILES_OF_LIB = {
 PROGRAM = """\
 #include <stdio.h>
 #include <tinyllm.h>
-int main(void) { return printf("%s %08x\\n", tl_version(), (unsigned)tl_crc32c("123456789", 9, 0)) < 0; }
+int main(void)
+{
+    return printf("%s %08x\\n", tl_version(), (unsigned)tl_crc32c("123456789", 9, 0)) < 0;
+}
 """
 
 Make = Callable[..., "subprocess.CompletedProcess[str]"]

@@ -15,7 +15,8 @@ from tinyllm.ffi.libtinyllm import Lib
 
 
 def version_said_by(site: Path, *path: Path) -> str:
-    """``tinyllm.__version__`` of the package in ``site``, with further folders behind it on the path."""
+    """``tinyllm.__version__`` of the package in ``site``, with further folders behind it on the
+    path."""
     program = (
         f"import sys; sys.path[:0] = {[str(site), *map(str, path)]!r}\n"
         "import tinyllm; print(tinyllm.__version__)"
