@@ -1,4 +1,5 @@
-# libtinyllm: `make` builds the library, `make test` proves it, `make demo` shows it, `make help` lists the rest.
+# libtinyllm: `make` builds the library, `make test` tests it, `make demo` runs a model on it,
+# `make help` lists the rest.
 
 CC      ?= cc
 AR      ?= ar
@@ -9,8 +10,8 @@ B       := c/build
 SAN     :=
 RUN     :=
 
-# What would fail later, or build another library, is refused at once. canon.h refuses what it sees of
-# these flags, too; clang shows it little, and in LDFLAGS they link code that changes the float mode.
+# Flags under which results would differ are refused. float_flags.h refuses those that define a macro;
+# clang has none for most of them, and in LDFLAGS some link start-up code that flushes subnormals.
 OTHER_BITS := -Ofast -ffast-math -funsafe-math-optimizations -ffinite-math-only -fassociative-math \
               -freciprocal-math -fno-signed-zeros -fno-honor-nans -fno-honor-infinities -fapprox-func \
               -fsingle-precision-constant -ffp-model=fast -ffp-model=aggressive -mdaz-ftz -mfpmath=387 \
@@ -39,17 +40,19 @@ MAKEFLAGS += -j$(or $(MAX_JOBS),$(CMAKE_BUILD_PARALLEL_LEVEL),$(shell nproc 2>/d
 endif
 
 WARN    := -Wall -Wextra -Wshadow -Wstrict-prototypes -Wmissing-prototypes -Wvla -Wundef
-WERROR  ?= # -Werror where this project is checked; a warning that a later compiler invents stops nobody
+WERROR  ?= # -Werror in the checks; elsewhere a new warning of a later compiler does not stop a build
 CFLAGS  ?= -O3 -g
-GUARDS  := $(call try,-fstack-clash-protection)# a frame larger than a page touches each page of the stack in turn
+# A frame larger than a page touches each of its pages in turn, so that none is beyond the guard page.
+GUARDS  := $(call try,-fstack-clash-protection)
 override CFLAGS += -std=c11 $(WARN) $(WERROR) -D_GNU_SOURCE -Ic/include -Ic/src -fPIC -fvisibility=hidden \
            -include c/src/numerics/float_flags.h -ffp-contract=off -fno-math-errno -fno-trapping-math $(GUARDS) \
            -pthread $(SAN)
 LDLIBS  := -lm -pthread
-# Calls within the library stay there, whatever else in the process has the same names.
+# Calls within the library are bound to it, whatever else in the process exports the same names.
 SHARED  := -shared -Wl,-soname,$(SONAME) -Wl,-z,defs -Wl,-Bsymbolic
 
-# Instruction sets: isas.def names the same ones; one that is only there fails to link, one that is only here fails test_isa.
+# Instruction sets: isas.def names the same ones. One that is only there fails to link; one that is
+# only here is compiled and never runs.
 ISAS_x86_64  := scalar avx2 avx512
 ISAS_aarch64 := scalar neon
 ISAS         := $(or $(ISAS_$(ARCH)),scalar)
@@ -100,8 +103,8 @@ $(B)/obj/%.$(1).o: c/src/%.isa.c $(B)/flags
 endef
 $(foreach i,$(ISAS),$(eval $(call isa_rule,$(i))))
 
-# C tests link the static library, so that they may look at what the shared one hides. They are not vectorised: it gains
-# nothing, and GCC 12 for aarch64 dies of it.
+# C tests link the static library, so that they reach what the shared one hides. They are not
+# vectorised: it gains nothing, and GCC 12 for aarch64 has an internal error with it.
 $(B)/tests/%.o: %.c $(B)/flags
 	$(call say,CC,$<)
 	@mkdir -p $(@D)
@@ -111,8 +114,8 @@ $(B)/tests/%.o: %.c $(B)/flags
 $(B)/tests/%: $(B)/tests/%.o $(B)/libtinyllm.a
 	@$(CC) $(CFLAGS) -o $@ $^ $(LDLIBS)
 
-# What is installed is the library as it was built, under its full version, and three files that tell others where it is. Everything goes below
-# DESTDIR; what is written in the files does not know of it.
+# What is installed is the library as it was built, under its full version, and three files for
+# pkg-config and CMake. Everything goes below DESTDIR, which is not in those files.
 PREFIX     ?= /usr/local
 LIBDIR     ?= $(PREFIX)/lib
 INCLUDEDIR ?= $(PREFIX)/include
@@ -159,7 +162,7 @@ test-c: $(C_TESTS) ## the C tests alone; needs nothing but a C compiler
 test-py: all $(C_TESTS) .venv/test.stamp ## the Python tests alone
 	@TINYLLM_BUILD=$(B) .venv/bin/python -m pytest -q -n auto tests/L9.4
 
-test-install: all .venv-install/install.stamp ## wheel, sdist, pkg-config and CMake as their users meet them (needs cmake, pkg-config, g++)
+test-install: all .venv-install/install.stamp ## wheel, sdist, pkg-config and CMake, each used (needs cmake, pkg-config, g++)
 	@.venv-install/bin/python -m pytest -q -p no:cacheprovider --rootdir tests/install -c /dev/null tests/install
 
 .venv-install/install.stamp: tests/install/requirements.txt tests/venv.sh
@@ -181,7 +184,7 @@ test-hf: all .venv-hf/oldest.stamp .venv-hf/newest.stamp ## tinyllm.hf on the ol
 	@tests/venv.sh "$(PYTHON)" .venv-hf $< --no-deps --upgrade --target .venv-hf/$*
 	@touch $@
 
-# Watching the scope of every lane array would make the kernels take minutes to compile.
+# With use-after-scope checks of every lane array the kernels take minutes to compile.
 asan: ## the C tests under AddressSanitizer, UBSan and the leak check
 	@$(MAKE) --no-print-directory test-c B=c/build/asan CFLAGS='-O1 -g -fno-omit-frame-pointer' \
 	    SAN='-fsanitize=address,undefined -fno-sanitize-recover=all -fno-sanitize-address-use-after-scope'
@@ -201,9 +204,10 @@ fuzz: ## libFuzzer on the import of envelopes (needs clang); SECONDS=30
 mutants: .venv/test.stamp ## plant each known fault in turn; every one must be killed by its test
 	@.venv/bin/python tests/L9.4/mutants/run.py $(MUTANTS)
 
-lint: .venv/lint.stamp ## mypy --strict, ruff, and the tidiness of every text
+lint: .venv/lint.stamp ## mypy --strict, ruff, and the layout of every text
 	@.venv/bin/mypy
 	@.venv/bin/ruff check .
+	@.venv/bin/ruff format --check --quiet .
 	@tests/tidy.sh
 
 .PHONY: docs
@@ -224,7 +228,7 @@ $(B)/bench/%: bench/%.c $(wildcard bench/*.h) $(B)/libtinyllm.a $(B)/flags
 	@$(CC) $(CFLAGS) -Ibench -o $@ $< $(B)/libtinyllm.a $(LDLIBS)
 
 .PHONY: bench bench-quick bench-prefill bench-python counts bench-rows bench-runtime bench-numerics
-bench: $(B)/bench/bench_decode ## a decode step beside the roof of the memory and a plain C loop; BENCH_ARGS='--group small' etc.
+bench: $(B)/bench/bench_decode ## a decode step beside the bandwidth of memory and a plain C loop; BENCH_ARGS='--group small' etc.
 	@$< --plain $(BENCH_ARGS)
 
 bench-quick: $(B)/bench/bench_decode ## the same in under a minute, without the plain loop
@@ -268,7 +272,8 @@ demo: all ## a real language model on the library (about 100 MB to fetch, under 
 .venv/test.stamp: requirements-test.txt tests/venv.sh | .venv/demo.stamp
 .venv/lint.stamp: requirements-dev.txt tests/venv.sh
 .venv/demo.stamp: examples/requirements.txt tests/venv.sh
-.venv/demo.stamp: PIP := --no-deps # tokenizers brings a dozen packages for its hub, which the demo does not use
+# tokenizers depends on a dozen packages for its hub, which the demo does not use
+.venv/demo.stamp: PIP := --no-deps
 .venv/%.stamp:
 	@tests/venv.sh "$(PYTHON)" .venv $< $(PIP)
 	@touch $@

@@ -1,7 +1,8 @@
 #!/bin/sh
-# run_c.sh RUNNER PROGRAM...: runs the C test programs (under RUNNER, an emulator, if it is not empty),
-# as many at a time as there are CPUs or TEST_JOBS says, and adds up their closing lines. A program that
-# dies, or is not done after TEST_SECONDS, counts as a failure. Exits non-zero when anything failed.
+# run_c.sh RUNNER PROGRAM...: runs the C test programs (under RUNNER, an emulator, if it is not
+# empty), as many at a time as there are CPUs or TEST_JOBS says, and adds up their closing lines. A
+# program that crashes, or is not done after TEST_SECONDS, counts as a failure. Exits non-zero when
+# anything failed.
 limit=${TEST_SECONDS:-600}
 jobs=${TEST_JOBS:-$(nproc 2>/dev/null || echo 1)}
 

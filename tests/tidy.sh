@@ -1,6 +1,6 @@
 #!/bin/sh
 # tidy.sh: every text file ends in a newline, has no trailing blanks and no tabs outside Makefiles;
-# sources carry their licence line, and their lines end at 100 columns, but for tables and addresses.
+# sources carry their licence line, and their lines end at 100 columns, tables and URLs excepted.
 cd "$(dirname "$0")/.." || exit 2
 bad=0
 complain() { echo "tidy: $1: $2"; bad=1; }
@@ -21,7 +21,8 @@ for file in $(git ls-files); do
         *.c | *.h | *.def)
             head -n 1 "$file" | grep -q 'SPDX-License-Identifier: MIT' ||
                 complain "$file" "no licence line"
-            long=$(LC_ALL=C.UTF-8 grep -nE '^.{101}' "$file" | grep -v -e '://' -e '^[0-9]*: *[*]* *|')
+            long=$(LC_ALL=C.UTF-8 grep -nE '^.{101}' "$file" |
+                grep -v -e '://' -e '^[0-9]*: *[*]* *|')
             [ -z "$long" ] || complain "$file" "lines beyond 100 columns:
 $long"
             ;;

@@ -1,6 +1,6 @@
 #!/bin/sh
-# venv.sh PYTHON DIR REQUIREMENTS [PIP OPTION...]: makes the virtual environment DIR unless it is there, and installs pinned packages into it; or
-# says in one line what to do.
+# venv.sh PYTHON DIR REQUIREMENTS [PIP OPTION...]: makes the virtual environment DIR unless it is
+# there, and installs pinned packages into it; or says in one line what to do.
 python=$1 dir=$2 requirements=$3
 shift 3
 give_up() { echo "libtinyllm: $1" >&2; exit 1; }

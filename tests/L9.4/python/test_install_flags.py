@@ -111,6 +111,44 @@ def test_every_source_sees_the_header_that_refuses(make: Make, root: Path) -> No
     assert guarded == sources
 
 
+@pytest.fixture
+def compiler(tmp_path: Path) -> Path:
+    """A compiler in a folder with a blank, that does not have -fstack-clash-protection."""
+    path = tmp_path / "my tools/cc"
+    path.parent.mkdir()
+    path.write_text(
+        '#!/bin/sh\ncase "$*" in *-fstack-clash-protection*) exit 1 ;; esac\n'
+        f'exec {shlex.join(CC)} "$@"\n'
+    )
+    path.chmod(0o755)
+    return path
+
+
+def test_frames_are_probed_where_the_compiler_has_that(make: Make, compiler: Path) -> None:
+    flag = "-fstack-clash-protection"
+    has = subprocess.run([*CC, "-Werror", flag, "-c", "-x", "c", "/dev/null", "-o", "/dev/null"])
+    for cc, expected in ((shlex.join(CC), has.returncode == 0), (f"'{compiler}'", False)):
+        lines = [line for line in make(CC=cc).stdout.splitlines() if " -c " in line]
+        assert len(lines) > 20
+        assert {flag in line for line in lines} == {expected}
+
+
+def test_a_compiler_may_have_arguments_and_blanks_in_its_path(make: Make, compiler: Path) -> None:
+    done = make(CC=f"'{compiler}' -DONE -DTWO")
+    assert done.returncode == 0, done.stderr
+    assert f"'{compiler}' -DONE -DTWO -O3 -g -std=c11" in done.stdout
+    done = make(CC="'/no such/compiler' -DONE")
+    assert done.returncode != 0
+    assert "*** no C compiler ''/no such/compiler' -DONE': install one" in done.stderr
+
+
+def test_a_build_folder_with_blanks_is_refused_for_what_it_is(make: Make) -> None:
+    done = make(B="/a b/build")
+    assert done.returncode != 0
+    assert "*** B is one path without blanks" in done.stderr
+    assert "not '/a b/build'" in done.stderr
+
+
 # Loaded first, and seen by all that is loaded later, as an older copy is, or a host built with
 # -rdynamic. A call that goes astray ends the process.
 AMONG_OTHERS = """\
