@@ -73,12 +73,10 @@ struct tile_rows {
 
 /* What the values of a block of rows must know of a tile that was scored. */
 struct tile_note {
-    /* the slots that count for each row; [0] for all where they are alike */
-    uint8_t lo[ATTN_ROW_BLOCK], hi[ATTN_ROW_BLOCK];
-    bool alike;                                     /* all rows of the block count the same slots */
-    /* the past of some row is to be multiplied by alpha first */
-    bool rescaled;
-    /* set where rescaled; 1 for rows whose maximum did not rise */
+    uint16_t seen[ATTN_ROW_BLOCK]; /* bit j: slot j counts for the row */
+    bool is_whole;                 /* every slot counts for every row */
+    bool needs_rescale;            /* the past of some row is to be multiplied by alpha first */
+    /* set where needs_rescale; 1 for rows whose maximum did not rise */
     float alpha[ATTN_ROW_BLOCK];
 };
 
@@ -128,7 +126,7 @@ struct attn_work {
     _Alignas(64) float q_copy[ATTN_ACC];     /* [row block][d / 16][row of the block][16] */
     _Alignas(64) float score[ATTN_SCORES];   /* [row block][tile of a run][row][16]: exp(s - m) */
     struct tile_note note[ATTN_SCORES / 16]; /* the same without [row][16] */
-    bool steady[ATTN_ROWS];                  /* of a row block: every m is a number and not -inf */
+    bool max_is_finite[ATTN_ROWS];           /* of a row block: every m is a number and not -inf */
     int64_t q_stride, acc_stride;            /* floats of a row in q_copy and in acc */
 
     /* The walk: tiles are found ATTN_AHEAD before they are scored. Number n of the walk is ring[n %

@@ -157,7 +157,7 @@ static void open_split(job_t *job, int64_t split)
     }
     for (int r = 0; r < job->n_rows; r++) {
         work->split_max[r] = -INFINITY;
-        work->steady[r] = false;
+        work->max_is_finite[r] = false;
         memset(work->sum[r], 0, sizeof work->sum[r]);
     }
     work->at.split_is_open = true;
@@ -350,7 +350,7 @@ static void take_rows(job_t *job)
     memmove(work->split_max, work->split_max + from, n * sizeof *work->split_max);
     memmove(work->in_stretch, work->in_stretch + from, n * sizeof *work->in_stretch);
     memmove(work->merged, work->merged + from, n * sizeof *work->merged);
-    memset(work->steady, 0, sizeof work->steady);
+    memset(work->max_is_finite, 0, sizeof work->max_is_finite);
     work->at = work->begun;
 }
 

@@ -21,71 +21,86 @@ V16_INLINE int64_t place_of(struct run run, int r0, int64_t t)
     return run.place + r0 / V16_ROWS * ATTN_RUN_TILES + (t - run.first);
 }
 
-/* The slots lo .. hi-1 of a tile, none where hi <= lo. */
-struct slots {
-    int lo, hi;
-};
+/* ---- what is seen of a tile: a mask, bit j for slot j ---- */
 
-/* Those of tile t that lie in positions lo .. hi-1. */
-V16_INLINE struct slots slots_of(int64_t t, int64_t lo, int64_t hi)
+enum { ALL_SLOTS = 0xFFFF };
+
+/* The slots of tile t at positions lo .. hi-1. Causal edges and windows are ranges; what takes a
+ * mask does not rely on that. */
+V16_INLINE uint16_t slots_between(int64_t t, int64_t lo, int64_t hi)
 {
-    return (struct slots){(int)min64(max64(lo - t * 16, 0), 16),
-                          (int)max64(min64(hi - t * 16, 16), 0)};
+    const int64_t first = max64(lo - t * 16, 0), end = min64(hi - t * 16, 16);
+    return first < end ? (uint16_t)(lanes_below(end) & ~lanes_below(first)) : 0;
+}
+
+V16_INLINE uint16_t seen_by_row(const struct attn_row *row, int64_t t)
+{
+    return slots_between(t, row->lo, row->hi);
+}
+
+/* Those that some row of the job sees, or more. */
+V16_INLINE uint16_t seen_by_any(const work_t *work, int64_t t)
+{
+    return slots_between(t, work->path.lo, work->path.hi);
+}
+
+/* Those that every row of the job sees, or fewer. */
+V16_INLINE uint16_t seen_by_all(const work_t *work, int64_t t)
+{
+    return slots_between(t, work->all_lo, work->all_hi);
 }
 
 /* ---- dots ---- */
 
-/* What is fetched in a step, if anything: element d of every fourth row of K or of V, from `row`
+/* What is prefetched in a step, if anything: element d of every fourth row of K or of V, from `row`
  * on. */
-struct wish {
+struct prefetch {
     const void *const *row;
     int64_t d;
 };
 
-V16_INLINE void grant(struct wish wish, int k, tl_dtype dtype)
+V16_INLINE void issue_prefetch(struct prefetch prefetch, int k, tl_dtype dtype)
 {
-    if (wish.row)
-        fetch_ahead(wish.row + 4 * k, wish.d, dtype);
-    if (wish.row && dtype == TL_F32) /* the other half of 32 elements */
-        fetch_ahead(wish.row + 4 * k, wish.d + 16, dtype);
+    if (prefetch.row)
+        prefetch_ahead(prefetch.row + 4 * k, prefetch.d, dtype);
+    if (prefetch.row && dtype == TL_F32) /* the other half of 32 elements */
+        prefetch_ahead(prefetch.row + 4 * k, prefetch.d + 16, dtype);
 }
 
 /* Lanes lane .. lane+V16_REG_LANES-1 of the elements d .. d+15 of n_keys keys with n_rows rows.
- * Sixteen elements of a row of q are followed by those of the next row of the block. Lines are
- * fetched between the keys, not in a crowd. */
+ * Sixteen elements of a row of q are followed by those of the next row of the block. */
 V16_INLINE void dot_step(int n_rows, int n_keys, const float *q, const void *const *key, int64_t d,
-                         int lane, tl_dtype dtype, struct wish wish, vreg sum[4][4])
+                         int lane, tl_dtype dtype, struct prefetch prefetch, vreg sum[4][4])
 {
     vreg y[4];
     EACH_OF_4(r, n_rows, y[r] = vreg_keep(vreg_load(q + d * n_rows + 16 * r + lane)));
     EACH_OF_4(k, n_keys, {
         const vreg x = kv_load_reg(key[4 * k], d + lane, dtype);
         EACH_OF_4(r, n_rows, sum[r][k] = vreg_fma(y[r], x, sum[r][k]));
-        grant(wish, k, dtype);
+        issue_prefetch(prefetch, k, dtype);
     });
 }
 
 /* Register i of the lanes of the dots with keys key[0], key[4], ...: lane l sums d = l, l+16, ...
- * in rising order. In two steps of f16 a line of K goes by: the first fetches one of K, the second
- * one of V. One row alone is quick with its dots and fetches V while it adds values, so that memory
- * is never without work. */
+ * in rising order. In two steps of f16 a line of K goes by: the first prefetches one of K, the
+ * second one of V. One row alone is quick with its dots and prefetches V while it adds values, so
+ * that memory is never without work. */
 V16_INLINE void dot_reg(int n_rows, int n_keys, const float *q, const void *const *key, int i,
-                        int64_t whole, tl_dtype dtype, bool fetches, vreg sum[4][4])
+                        int64_t whole, tl_dtype dtype, bool prefetches, vreg sum[4][4])
 {
     const int lane = i * V16_REG_LANES;
-    const void *const *wish_k = fetches && i == 0 ? key : NULL, *const *wish_v =
-                                                                    wish_k && n_rows > 1 ? key + 16
-                                                                                         : NULL;
+    const void *const *ahead_k = prefetches && i == 0 ? key : NULL;
+    const void *const *ahead_v = ahead_k && n_rows > 1 ? key + 16 : NULL;
     int64_t d = 0;
     EACH_OF_4(r, n_rows, EACH_OF_4(k, n_keys, sum[r][k] = vreg_zero()));
     for (; d + 32 <= whole; d += 32) {
-        dot_step(n_rows, n_keys, q, key, d, lane, dtype, (struct wish){wish_k, d}, sum);
-        dot_step(n_rows, n_keys, q, key, d + 16, lane, dtype, (struct wish){wish_v, d}, sum);
+        dot_step(n_rows, n_keys, q, key, d, lane, dtype, (struct prefetch){ahead_k, d}, sum);
+        dot_step(n_rows, n_keys, q, key, d + 16, lane, dtype, (struct prefetch){ahead_v, d}, sum);
     }
     if (d < whole) {
         for (int j = 0; j < n_keys; j++)
-            grant((struct wish){wish_v, d}, j, dtype);
-        dot_step(n_rows, n_keys, q, key, d, lane, dtype, (struct wish){wish_k, d}, sum);
+            issue_prefetch((struct prefetch){ahead_v, d}, j, dtype);
+        dot_step(n_rows, n_keys, q, key, d, lane, dtype, (struct prefetch){ahead_k, d}, sum);
     }
 }
 
@@ -104,7 +119,7 @@ V16_INLINE void dot_rest(int n_rows, const float *q, const void *const *key, int
 
 /* lane[r][k] = the sixteen lanes of the dot of row r with key[4k], not folded yet. */
 V16_INLINE void dot_lanes(int n_rows, const float *q, const void *const *key, int64_t dim,
-                          tl_dtype dtype, bool fetches, v16 lane[4][4])
+                          tl_dtype dtype, bool prefetches, v16 lane[4][4])
 {
     const int n_keys = V16_KEYS(n_rows);
     const int64_t whole = dim & ~(int64_t)15;
@@ -112,7 +127,7 @@ V16_INLINE void dot_lanes(int n_rows, const float *q, const void *const *key, in
     EACH_OF_4(part, 4 / n_keys, EACH_OF_4(i, V16_REGS, {
         const int k0 = part * n_keys;
         vreg sum[4][4];
-        dot_reg(n_rows, n_keys, q, key + 4 * k0, i, whole, dtype, fetches, sum);
+        dot_reg(n_rows, n_keys, q, key + 4 * k0, i, whole, dtype, prefetches, sum);
         EACH_OF_4(r, n_rows, EACH_OF_4(k, n_keys, reg[r][k0 + k][i] = sum[r][k]));
     }));
     EACH_OF_4(r, n_rows, EACH_OF_4(k, 4, lane[r][k] = v16_of(reg[r][k])));
@@ -120,26 +135,20 @@ V16_INLINE void dot_lanes(int n_rows, const float *q, const void *const *key, in
         dot_rest(n_rows, q, key, whole, dim - whole, dtype, lane);
 }
 
-/* Whether one of slots g, g+4, g+8, g+12 of a tile is seen. */
-V16_INLINE bool is_seen(int g, struct slots seen)
-{
-    return ((g - seen.lo) & 3) < seen.hi - seen.lo;
-}
-
-/* dot[r] = the sixteen dots of row r with the keys of a tile; those of slots not seen may be
- * anything. */
+/* dot[r] = the sixteen dots of row r with the keys of a tile, four at a time: slots g, g+4, g+8,
+ * g+12. Those of slots not seen may be anything. */
 V16_INLINE void tile_dots(int n_rows, const float *q, const void *const *key, int64_t dim,
-                          tl_dtype dtype, bool fetches, struct slots seen, v16 *dot)
+                          tl_dtype dtype, bool prefetches, uint16_t seen, v16 *dot)
 {
     v16 quad[4][4];
     for (int g = 0; g < 4; g++) {
         v16 lane[4][4];
-        if (!is_seen(g, seen)) {
+        if (!(seen >> g & 0x1111)) {
             for (int r = 0; r < n_rows; r++)
                 quad[r][g] = v16_zero();
             continue;
         }
-        dot_lanes(n_rows, q, key + g, dim, dtype, fetches, lane);
+        dot_lanes(n_rows, q, key + g, dim, dtype, prefetches, lane);
         EACH_OF_4(r, n_rows,
                   quad[r][g] = v16_quads(lane[r][0], lane[r][1], lane[r][2], lane[r][3]));
     }
@@ -168,20 +177,20 @@ static __attribute__((noinline)) bool raise_maxima(work_t *work, int r0, int n_r
             const v16 alpha = canon_exp_below(v16_set1(old - m[r]));
             v16_store(work->sum[r0 + r], v16_mul(v16_load(work->sum[r0 + r]), alpha));
             note->alpha[r] = v16_first(alpha);
-            note->rescaled = true;
+            note->needs_rescale = true;
         }
         work->split_max[r0 + r] = m[r];
     }
-    return work->steady[r0 / V16_ROWS] = true;
+    return work->max_is_finite[r0 / V16_ROWS] = true;
 }
 
 /* One row takes in the scores of the slots it sees of a tile, whatever they are. False where they
  * count for nothing: none is seen, or m stays at -inf. */
-static bool absorb_row(work_t *work, int row, float *score, struct slots seen, float *alpha)
+static bool absorb_row(work_t *work, int row, float *score, uint16_t seen, float *alpha)
 {
-    if (seen.lo >= seen.hi)
+    if (!seen)
         return false;
-    const v16 s = v16_only(v16_load(score), seen.lo, seen.hi);
+    const v16 s = v16_only(v16_load(score), seen);
     const float old = work->split_max[row],
                 m = v16_all_le(s, v16_set1(old)) ? old : canon_max(old, s);
     v16 sum = v16_load(work->sum[row]);
@@ -203,18 +212,17 @@ static __attribute__((noinline)) void absorb_rows(job_t *job, int r0, int n_rows
                                                   float *score, struct tile_note *note)
 {
     work_t *work = job->work;
-    bool steady = true;
-    note->alike = note->rescaled = true;
+    bool is_finite = true;
+    note->is_whole = note->needs_rescale = true;
     for (int r = 0; r < n_rows; r++) {
-        const struct slots seen = slots_of(t, job->row[r0 + r].lo, job->row[r0 + r].hi);
+        const uint16_t seen = seen_by_row(&job->row[r0 + r], t);
         note->alpha[r] = 1;
         const bool counts = absorb_row(work, r0 + r, score + 16 * r, seen, &note->alpha[r]);
-        note->lo[r] = counts ? (uint8_t)seen.lo : 0;
-        note->hi[r] = counts ? (uint8_t)seen.hi : 0;
-        note->alike &= note->lo[r] == note->lo[0] && note->hi[r] == note->hi[0];
-        steady &= work->split_max[r0 + r] > -INFINITY && work->split_max[r0 + r] < INFINITY;
+        note->seen[r] = counts ? seen : 0;
+        note->is_whole &= note->seen[r] == ALL_SLOTS;
+        is_finite &= work->split_max[r0 + r] > -INFINITY && work->split_max[r0 + r] < INFINITY;
     }
-    work->steady[r0 / V16_ROWS] = steady;
+    work->max_is_finite[r0 / V16_ROWS] = is_finite;
 }
 
 /* A block of rows takes in the scores of a tile: raises m, adds exp(s - m) to l and leaves it in
@@ -226,22 +234,20 @@ V16_INLINE void absorb_tile(job_t *job, int r0, int n_rows, struct run run, int6
     const int64_t place = place_of(run, r0, t);
     float *score = work->score + place * V16_ROWS * 16;
     struct tile_note *note = work->note + place;
-    const struct slots seen = slots_of(t, work->path.lo, work->path.hi),
-                       by_all = slots_of(t, work->all_lo, work->all_hi);
-    const bool alike = seen.lo == by_all.lo && seen.hi == by_all.hi;
-    bool calm = alike & work->steady[r0 / V16_ROWS];
+    const uint16_t seen = seen_by_any(work, t);
+    const bool same_mask = seen == seen_by_all(work, t);
+    bool keeps_maxima = same_mask & work->max_is_finite[r0 / V16_ROWS];
     v16 s[4];
     EACH_OF_4(r, n_rows, s[r] = v16_load(score + 16 * r));
-    if (seen.hi - seen.lo < 16 && alike)
-        EACH_OF_4(r, n_rows, s[r] = v16_only(s[r], seen.lo, seen.hi));
-    EACH_OF_4(r, n_rows, calm &= v16_all_le(s[r], v16_set1(work->split_max[r0 + r])));
-    note->lo[0] = (uint8_t)seen.lo;
-    note->hi[0] = (uint8_t)seen.hi;
-    note->alike = true;
-    note->rescaled = false;
-    if (__builtin_expect(!calm, 0)) {
+    if (seen != ALL_SLOTS && same_mask)
+        EACH_OF_4(r, n_rows, s[r] = v16_only(s[r], seen));
+    EACH_OF_4(r, n_rows, keeps_maxima &= v16_all_le(s[r], v16_set1(work->split_max[r0 + r])));
+    EACH_OF_4(r, n_rows, note->seen[r] = seen);
+    note->is_whole = seen == ALL_SLOTS;
+    note->needs_rescale = false;
+    if (__builtin_expect(!keeps_maxima, 0)) {
         EACH_OF_4(r, n_rows, v16_store(score + 16 * r, s[r]));
-        if (!alike || !raise_maxima(work, r0, n_rows, score, note)) {
+        if (!same_mask || !raise_maxima(work, r0, n_rows, score, note)) {
             absorb_rows(job, r0, n_rows, t, score, note);
             return;
         }
@@ -254,7 +260,7 @@ V16_INLINE void absorb_tile(job_t *job, int r0, int n_rows, struct run run, int6
 }
 
 /* What some models do to a scaled score: a soft cap, then a slope over the distance to the key. */
-static __attribute__((noinline)) void bend_scores(job_t *job, int r0, int n_rows, int64_t t,
+static __attribute__((noinline)) void adjust_scores(job_t *job, int r0, int n_rows, int64_t t,
                                                   float *score)
 {
     static const float lane_number[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -271,19 +277,19 @@ static __attribute__((noinline)) void bend_scores(job_t *job, int r0, int n_rows
     }
 }
 
-/* The scores of a block of rows and a tile. The first block fetches for all. */
+/* The scores of a block of rows and a tile. The first block prefetches for all. */
 V16_INLINE void score_tile(job_t *job, int r0, int n_rows, struct run run, int64_t t,
                            const struct tile_rows *rows, tl_dtype dtype)
 {
     work_t *work = job->work;
     float *score = work->score + place_of(run, r0, t) * V16_ROWS * 16;
     v16 dot[4];
-    const bool fetches = r0 == 0 && rows[ATTN_AHEAD].found;
-    tile_dots(n_rows, work->q_copy + r0 * work->q_stride, rows->key, job->kv->k.dim, dtype, fetches,
-              slots_of(t, work->path.lo, work->path.hi), dot);
+    const bool prefetches = r0 == 0 && rows[ATTN_AHEAD].found;
+    tile_dots(n_rows, work->q_copy + r0 * work->q_stride, rows->key, job->kv->k.dim, dtype,
+              prefetches, seen_by_any(work, t), dot);
     EACH_OF_4(r, n_rows, v16_store(score + 16 * r, v16_mul(v16_set1(job->scale), dot[r])));
     if (job->softcap > 0 || job->has_alibi)
-        bend_scores(job, r0, n_rows, t, score);
+        adjust_scores(job, r0, n_rows, t, score);
 }
 
 #endif

@@ -20,9 +20,17 @@ V16_INLINE void load_values(const void *row, int64_t d, int n_vec, int64_t n, tl
                                           : kv_load_n(row, d, n, dtype));
 }
 
+/* The slots that count for a row of the block. */
+V16_INLINE unsigned seen_by_some_row(const struct tile_note *note, int n_rows)
+{
+    unsigned any = 0;
+    EACH_OF_4(r, n_rows, any |= note->seen[r]);
+    return any;
+}
+
 /* n_vec vectors of columns from c on (the last `n` < 16 wide where n_vec is 1) of rows r0 ..
  * r0+n_rows-1 take in the values of a run: rescaled where a maximum rose, then plus p * v for the
- * slots that count in rising order. One row alone fetches V here, each pass over the columns its
+ * slots that count in rising order. One row alone prefetches V here, each pass over the columns its
  * share of the rows. */
 V16_INLINE void add_values(job_t *job, int r0, int n_rows, struct run run,
                            const struct tile_rows *rows, struct columns columns, int64_t c,
@@ -39,24 +47,25 @@ V16_INLINE void add_values(job_t *job, int r0, int n_rows, struct run run,
         const int64_t place = place_of(run, r0, t);
         const struct tile_note *note = work->note + place;
         const float *p = work->score + place * V16_ROWS * 16;
-        int fetched = n_rows == 1 && r0 == 0 && rows[ATTN_AHEAD].found ? (int)pass : 16;
-        if (__builtin_expect(note->rescaled, 0))
+        int prefetched = n_rows == 1 && r0 == 0 && rows[ATTN_AHEAD].found ? (int)pass : 16;
+        if (__builtin_expect(note->needs_rescale, 0))
             EACH(acc[r][i] = v16_mul(acc[r][i], v16_set1(note->alpha[r])));
-        if (__builtin_expect(note->alike, 1)) {
-            for (int j = note->lo[0]; j < note->hi[0]; j++) {
-                if (j == fetched) {
+        if (__builtin_expect(note->is_whole, 1)) {
+            for (int j = 0; j < 16; j++) {
+                if (j == prefetched) {
                     for (int64_t e = 0; e < job->kv->v.dim; e += 64 / kv_elem_bytes(dtype))
-                        fetch_ahead(rows->value + j, e, dtype);
-                    fetched += (int)passes;
+                        prefetch_ahead(rows->value + j, e, dtype);
+                    prefetched += (int)passes;
                 }
                 load_values(rows->value[j], d, n_vec, n, dtype, v);
                 EACH(acc[r][i] = v16_fma(v16_set1(p[16 * r + j]), v[i], acc[r][i]));
             }
-        } else { /* the edge of a causal mask or of a window */
-            for (int j = 0; j < 16; j++) {
+        } else { /* some row does not see some slot */
+            for (unsigned any = seen_by_some_row(note, n_rows); any; any &= any - 1) {
+                const int j = __builtin_ctz(any);
                 load_values(rows->value[j], d, n_vec, n, dtype, v);
                 EACH_OF_4(r, n_rows, {
-                    if (j >= note->lo[r] && j < note->hi[r])
+                    if (note->seen[r] >> j & 1)
                         EACH_OF_8(i, n_vec,
                                   acc[r][i] = v16_fma(v16_set1(p[16 * r + j]), v[i], acc[r][i]));
                 });

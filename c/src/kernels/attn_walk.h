@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* attn_walk.h: where K and V of tile after tile lie, found through the block table, and fetched
- * before they are needed.
- * Part of attn_rows.isa.c. */
+/* attn_walk.h: where K and V of tile after tile lie, found through the block table, and
+ * prefetched before they are needed. Part of attn_rows.isa.c. */
 #ifndef TL_ATTN_WALK_H
 #define TL_ATTN_WALK_H
 
@@ -44,8 +43,8 @@ V16_INLINE int64_t max64(int64_t a, int64_t b)
 
 /* ---- finding tiles ---- */
 
-/* Turns the search to a path, from position `from` on. */
-static void look_along(job_t *job, const struct attn_path *path, int64_t from)
+/* The next tile to be found is the one of position `from` on a path. */
+static void seek(job_t *job, const struct attn_path *path, int64_t from)
 {
     work_t *work = job->work;
     work->ahead.path = *path;
@@ -86,7 +85,7 @@ static void find_tile(job_t *job)
     work_t *work = job->work;
     struct tile_rows *rows = &work->ring[work->ahead.n++ % ATTN_RING];
     if (work->ahead.tile * 16 >= work->ahead.path.hi && job->next && !work->ahead.is_next) {
-        look_along(job, job->next, job->next->lo);
+        seek(job, job->next, job->next->lo);
         work->ahead.is_next = true;
     }
     const int64_t origin = work->ahead.tile++ * 16;
@@ -107,7 +106,7 @@ static void find_tile(job_t *job)
 static void walk_from(job_t *job, int64_t from)
 {
     work_t *work = job->work;
-    look_along(job, &work->path, from);
+    seek(job, &work->path, from);
     work->ahead.n = 0;
     work->ahead.is_next = false;
     for (int i = 0; i < ATTN_AHEAD; i++)
@@ -136,22 +135,22 @@ static void find_path(job_t *job)
     }
 }
 
-/* ---- fetching ---- */
+/* ---- prefetching ---- */
 
 /* The cache line of element d, into the second-level cache: in the first it would be in the way. */
-V16_INLINE void fetch(const void *row, int64_t d, tl_dtype dtype)
+V16_INLINE void prefetch_line(const void *row, int64_t d, tl_dtype dtype)
 {
     __builtin_prefetch((const char *)row + d * kv_elem_bytes(dtype), 0, 2);
 }
 
 /* Element d of a row that follows `row` by some tiles, `row` being an entry of tile_rows. */
-V16_INLINE void fetch_ahead(const void *const *row, int64_t d, tl_dtype dtype)
+V16_INLINE void prefetch_ahead(const void *const *row, int64_t d, tl_dtype dtype)
 {
     const int tile = sizeof(struct tile_rows) / sizeof *row;
-    fetch(row[ATTN_AHEAD * tile], d, dtype);
-    fetch(row[ATTN_AGAIN * tile], d, dtype);
-    if (V16_FETCHES == 3)
-        fetch(row[ATTN_LAST * tile], d, dtype);
+    prefetch_line(row[ATTN_AHEAD * tile], d, dtype);
+    prefetch_line(row[ATTN_AGAIN * tile], d, dtype);
+    if (V16_PREFETCHES == 3)
+        prefetch_line(row[ATTN_LAST * tile], d, dtype);
 }
 
 #endif

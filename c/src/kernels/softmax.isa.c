@@ -8,7 +8,7 @@
 V16_INLINE v16 load_tile(const float *x, int64_t c, int64_t cols)
 {
     return c + 16 <= cols ? v16_load(x + c)
-                          : v16_only(v16_load_n(x + c, cols - c), 0, (int)(cols - c));
+                          : v16_only(v16_load_n(x + c, cols - c), lanes_below(cols - c));
 }
 
 V16_INLINE void store_tile(float *y, int64_t c, int64_t cols, v16 value)

@@ -15,7 +15,7 @@
  *   v16_max(x, y)                      x > y ? x : y        (NaN: y)
  *   v16_where_gt(x, y, a, b)           x > y ? a : b        (NaN: b)
  *   v16_where_nan(x, a, b)             x is NaN ? a : b
- *   v16_only(x, lo, hi)                lanes outside [lo, hi) become -inf
+ *   v16_only(x, mask)                  lanes whose bit in the mask is 0 become -inf
  *   v16_all_le(x, y)                   every lane x <= y; false where any is NaN
  *   v16_pow2(p, t)                     p * 2^k exactly, k the integer that t holds above EXP_MAGIC;
  *                                      +0 below 2^-126
@@ -42,7 +42,7 @@
  *
  * V16_ROWS query rows are taken together; V16_KEYS(rows) dots of each run side by side, and
  * V16_COLS(rows) vectors of values, up to V16_MAX_COLS: as many accumulators as the register file
- * holds, and enough of them to hide the latency of an fma. V16_FETCHES, 2 or 3, is how often a
+ * holds, and enough of them to hide the latency of an fma. V16_PREFETCHES, 2 or 3, is how often a
  * cache line may be prefetched before arithmetic waits for it. */
 #ifndef TL_VEC_H
 #define TL_VEC_H
@@ -67,6 +67,12 @@
 #else
 #include "vec_scalar.h"
 #endif
+
+/* The mask of lanes 0 .. n-1, 0 <= n <= 16. */
+V16_INLINE uint16_t lanes_below(int64_t n)
+{
+    return (uint16_t)((1u << n) - 1);
+}
 
 /* Where one register, or one array, is a whole v16. */
 #if V16_REGS == 1

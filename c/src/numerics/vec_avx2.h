@@ -9,7 +9,7 @@
 #define V16_ROWS 4
 #define V16_KEYS(rows) ((rows) <= 2 ? 4 : 2)
 #define V16_COLS(rows) ((rows) == 1 ? 4 : (rows) == 2 ? 2 : 1)
-#define V16_FETCHES 2
+#define V16_PREFETCHES 2
 #define V16_MAX_COLS 4
 
 typedef struct {
@@ -185,10 +185,13 @@ V16_INLINE v16 v16_where_nan(v16 x, v16 a, v16 b)
                  _mm256_blendv_ps(b.hi, a.hi, _mm256_cmp_ps(x.hi, x.hi, _CMP_UNORD_Q))};
 }
 
-V16_INLINE v16 v16_only(v16 x, int lo, int hi)
+V16_INLINE v16 v16_only(v16 x, uint16_t mask)
 {
-    const v16 none = v16_set1(-INFINITY);
-    return v16_blend(v16_below(lo), none, v16_blend(v16_below(hi), x, none));
+    const __m256i bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128), all = _mm256_set1_epi32(mask),
+                  hi = _mm256_slli_epi32(bit, 8);
+    const v16_mask in = {_mm256_cmpeq_epi32(_mm256_and_si256(all, bit), bit),
+                         _mm256_cmpeq_epi32(_mm256_and_si256(all, hi), hi)};
+    return v16_blend(in, x, v16_set1(-INFINITY));
 }
 
 V16_INLINE int v16_all_le(v16 x, v16 y)

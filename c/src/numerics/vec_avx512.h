@@ -10,7 +10,7 @@
 #define V16_ROWS 4
 #define V16_KEYS(rows) 4
 #define V16_COLS(rows) ((rows) <= 2 ? 8 : 4)
-#define V16_FETCHES 3
+#define V16_PREFETCHES 3
 #define V16_MAX_COLS 8
 
 typedef __m512 v16;
@@ -150,10 +150,9 @@ V16_INLINE v16 v16_where_nan(v16 x, v16 a, v16 b)
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), b, a);
 }
 
-V16_INLINE v16 v16_only(v16 x, int lo, int hi)
+V16_INLINE v16 v16_only(v16 x, uint16_t mask)
 {
-    return _mm512_mask_blend_ps((__mmask16)(v16_below(hi) & ~v16_below(lo)),
-                                _mm512_set1_ps(-INFINITY), x);
+    return _mm512_mask_blend_ps(mask, _mm512_set1_ps(-INFINITY), x);
 }
 
 V16_INLINE int v16_all_le(v16 x, v16 y)

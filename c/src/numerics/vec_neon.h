@@ -10,7 +10,7 @@
 #define V16_ROWS 4
 #define V16_KEYS(rows) 4
 #define V16_COLS(rows) ((rows) == 1 ? 4 : (rows) == 2 ? 2 : 1)
-#define V16_FETCHES 2
+#define V16_PREFETCHES 2
 #define V16_MAX_COLS 4
 #define QUARTERS for (int i = 0; i < 4; i++)
 
@@ -178,15 +178,12 @@ V16_INLINE v16 v16_where_nan(v16 x, v16 a, v16 b)
     return b;
 }
 
-V16_INLINE v16 v16_only(v16 x, int lo, int hi)
+V16_INLINE v16 v16_only(v16 x, uint16_t mask)
 {
-    QUARTERS
-    {
-        const int32x4_t lane = lane_numbers(i);
-        const uint32x4_t in =
-            vandq_u32(vcgeq_s32(lane, vdupq_n_s32(lo)), vcltq_s32(lane, vdupq_n_s32(hi)));
-        x.q[i] = vbslq_f32(in, x.q[i], vdupq_n_f32(-INFINITY));
-    }
+    static const uint32_t bits[4] = {1, 2, 4, 8};
+    const uint32x4_t bit = vld1q_u32(bits);
+    QUARTERS x.q[i] = vbslq_f32(vtstq_u32(vdupq_n_u32((uint32_t)mask >> 4 * i), bit), x.q[i],
+                                vdupq_n_f32(-INFINITY));
     return x;
 }
 

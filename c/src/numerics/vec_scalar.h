@@ -12,7 +12,7 @@
 #define V16_ROWS 1
 #define V16_KEYS(rows) 1
 #define V16_COLS(rows) 1
-#define V16_FETCHES 2
+#define V16_PREFETCHES 2
 #define V16_MAX_COLS 1
 #define LANES for (int i = 0; i < 16; i++)
 
@@ -175,9 +175,9 @@ V16_INLINE v16 v16_where_nan(v16 x, v16 a, v16 b)
     return b;
 }
 
-V16_INLINE v16 v16_only(v16 x, int lo, int hi)
+V16_INLINE v16 v16_only(v16 x, uint16_t mask)
 {
-    LANES x.lane[i] = i >= lo && i < hi ? x.lane[i] : -INFINITY;
+    LANES x.lane[i] = mask >> i & 1 ? x.lane[i] : -INFINITY;
     return x;
 }
 
