@@ -222,6 +222,24 @@ def test_a_forward_that_failed_can_be_called_again(
         assert torch.equal(read(model, cache, n), undisturbed[n])
 
 
+def test_an_interrupt_is_not_hidden_by_what_cannot_be_taken_back(
+    model: Any, cache: PagedCache, undisturbed: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    def busy(*args: Any) -> None:
+        raise RuntimeError("in use")
+
+    read(model, cache, 0)
+    with monkeypatch.context() as m:
+        m.setattr(rows, "paged_attention", stop)
+        m.setattr(cache.kv, "truncate", busy)
+        with pytest.raises(KeyboardInterrupt):
+            read(model, cache, 1)
+    assert torch.equal(read(model, cache, 1), undisturbed[1])
+
+
 def test_what_was_left_unfinished_ends_with_whatever_comes_next(model: Any) -> None:
     def stop(*args: Any) -> None:
         raise KeyboardInterrupt

@@ -9,6 +9,7 @@ result and is not computed here raises.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -96,7 +97,8 @@ def attention(
         return out.to(query.dtype), None
     except BaseException:  # a forward that fails leaves a cache as it was
         if cache is not None:
-            cache.take_back()
+            with contextlib.suppress(Exception):  # what cannot be now, the next forward does
+                cache.take_back()
         raise
 
 
