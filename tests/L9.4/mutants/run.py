@@ -65,6 +65,7 @@ NOTHING_TO_PLANT = {
     "c/src/numerics/vec_neon.h": "for aarch64, where parity_attn runs in a check of its own",
     "c/src/runtime/cpu.c": "what it asks the CPU shows only on one that lacks it",
     "c/src/runtime/cpu.h": "declarations",
+    "c/src/runtime/cpus.h": "declarations",
     "c/src/runtime/crc32c.h": "declarations",
     "c/src/runtime/fail.h": "declarations",
     "c/src/runtime/pool_run.h": "declarations",
