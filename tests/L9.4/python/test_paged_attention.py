@@ -1006,7 +1006,7 @@ def test_a_cut_registered_block_can_still_be_found_and_is_not_written(flat: Page
     found = np.zeros(1, np.uint32)
     flat.lib.tl_kv_lookup(flat.pool, 77, u32_ptr(found))
     assert found[0] == block
-    np.testing.assert_array_equal(flat._view(flat.pool, block, 0, 0), k)
+    np.testing.assert_array_equal(flat._blocks.slab(block, 0, 0), k)
     assert flat.stats()["used"] == 2
 
 
@@ -1188,7 +1188,7 @@ def test_both_ends_can_be_cut(flat: PagedKVCache) -> None:
     more = kv(2, 3)
     flat.append("a", 0, *more)
     block = int(flat.block_table("a")[2])
-    np.testing.assert_array_equal(flat._view(flat.pool, block, 0, 1)[:, :2], more[1])
+    np.testing.assert_array_equal(flat._blocks.slab(block, 0, 1)[:, :2], more[1])
     flat.truncate("a", 0)
     assert (flat.stats()["free"], flat.block_table("a").tolist()) == (8, [])
     flat.append("a", 0, k, v)
@@ -1276,7 +1276,7 @@ def check_against_model(cache: PagedKVCache, held: Any, gone: Any) -> None:
             assert cache.seq_len(seq, layer) == a.shape[2]
             for j in range(gone[seq] * cache.block_size, a.shape[2]):
                 for is_v in (0, 1):
-                    slab = cache._view(cache.pool, table[j // cache.block_size], layer, is_v)
+                    slab = cache._blocks.slab(int(table[j // cache.block_size]), layer, is_v)
                     np.testing.assert_array_equal(slab[:, j % cache.block_size], a[is_v, :, j])
     for block in range(cache.num_blocks):
         assert cache.lib.tl_kv_refs(cache.pool, block) == owners.get(block, 0)
