@@ -183,12 +183,12 @@ static void close_split(job_t *job, bool is_lone)
 static void walk_split(job_t *job, struct run tiles)
 {
     const struct columns all = {0, job->kv->v.dim, job->work->acc_stride};
-    const int64_t split = tiles.first / ATTN_SPLIT_TILES;
+    const int64_t split = tiles.first / ATTN_SPLIT_TILES, n = run_tiles(job->kv->dtype);
     bool is_fresh = !job->work->at.split_is_open;
     if (is_fresh)
         open_split(job, split);
-    for (int64_t t = tiles.first; t < tiles.end; t += ATTN_RUN_TILES, is_fresh = false) {
-        const struct run run = {t, min64(t + ATTN_RUN_TILES, tiles.end), 0, is_fresh};
+    for (int64_t t = tiles.first; t < tiles.end; t += n, is_fresh = false) {
+        const struct run run = {t, min64(t + n, tiles.end), 0, is_fresh};
         const struct tile_rows *rows = rows_here(job->work);
         score_run(job, run);
         add_run(job, run, rows, all);

@@ -16,6 +16,12 @@ struct run {
     bool is_fresh; /* the first of its split: values start from zero */
 };
 
+/* The tiles of a run that K and V of stay in the first-level cache at widths up to 128. */
+V16_INLINE int64_t run_tiles(tl_dtype dtype)
+{
+    return dtype == TL_F32 ? ATTN_RUN_TILES / 2 : ATTN_RUN_TILES;
+}
+
 V16_INLINE int64_t place_of(struct run run, int r0, int64_t t)
 {
     return run.place + r0 / V16_ROWS * ATTN_RUN_TILES + (t - run.first);
@@ -52,56 +58,46 @@ V16_INLINE uint16_t seen_by_all(const work_t *work, int64_t t)
 
 /* ---- dots ---- */
 
-/* What is prefetched in a step, if anything: element d of every fourth row of K or of V, from `row`
- * on. */
-struct prefetch {
-    const void *const *row;
-    int64_t d;
-};
+/* Whether a pass over register i of a few keys prefetches the line of key k in this step. The
+ * passes share the keys out; of sixteen-bit elements a line goes by in two steps, `half` 0 and 1,
+ * which share them out again (BOTH: a last step alone). So few lines are asked for at a time. */
+enum { BOTH = 2 };
 
-V16_INLINE void issue_prefetch(struct prefetch prefetch, int k, tl_dtype dtype)
+V16_INLINE bool is_due(int i, int k, int half, tl_dtype dtype)
 {
-    if (prefetch.row)
-        prefetch_ahead(prefetch.row + 4 * k, prefetch.d, dtype);
-    if (prefetch.row && dtype == TL_F32) /* the other half of 32 elements */
-        prefetch_ahead(prefetch.row + 4 * k, prefetch.d + 16, dtype);
+    const bool in_step = dtype == TL_F32 || half == BOTH || k / V16_REGS % 2 == half;
+    return k % V16_REGS == i && in_step;
 }
 
-/* Lanes lane .. lane+V16_REG_LANES-1 of the elements d .. d+15 of n_keys keys with n_rows rows.
- * Sixteen elements of a row of q are followed by those of the next row of the block. */
-V16_INLINE void dot_step(int n_rows, int n_keys, const float *q, const void *const *key, int64_t d,
-                         int lane, tl_dtype dtype, struct prefetch prefetch, vreg sum[4][4])
+/* Register i of sixteen elements, from d on, of n_keys keys with n_rows rows. Sixteen elements of a
+ * row of q are followed by those of the next row of the block. */
+V16_INLINE void dot_step(int n_rows, int n_keys, const float *q, const void *const *key, int i,
+                         int64_t d, int half, tl_dtype dtype, bool prefetches, vreg sum[4][4])
 {
+    const int lane = i * V16_REG_LANES;
     vreg y[4];
     EACH_OF_4(r, n_rows, y[r] = vreg_keep(vreg_load(q + d * n_rows + 16 * r + lane)));
     EACH_OF_4(k, n_keys, {
         const vreg x = kv_load_reg(key[4 * k], d + lane, dtype);
         EACH_OF_4(r, n_rows, sum[r][k] = vreg_fma(y[r], x, sum[r][k]));
-        issue_prefetch(prefetch, k, dtype);
+        if (prefetches && is_due(i, k, half, dtype))
+            prefetch_ahead(key + 4 * k, d, dtype);
     });
 }
 
 /* Register i of the lanes of the dots with keys key[0], key[4], ...: lane l sums d = l, l+16, ...
- * in rising order. In two steps of f16 a line of K goes by: the first prefetches one of K, the
- * second one of V. One row alone is quick with its dots and prefetches V while it adds values, so
- * that memory is never without work. */
+ * in rising order, up to `whole`, a multiple of sixteen. */
 V16_INLINE void dot_reg(int n_rows, int n_keys, const float *q, const void *const *key, int i,
                         int64_t whole, tl_dtype dtype, bool prefetches, vreg sum[4][4])
 {
-    const int lane = i * V16_REG_LANES;
-    const void *const *ahead_k = prefetches && i == 0 ? key : NULL;
-    const void *const *ahead_v = ahead_k && n_rows > 1 ? key + 16 : NULL;
     int64_t d = 0;
     EACH_OF_4(r, n_rows, EACH_OF_4(k, n_keys, sum[r][k] = vreg_zero()));
     for (; d + 32 <= whole; d += 32) {
-        dot_step(n_rows, n_keys, q, key, d, lane, dtype, (struct prefetch){ahead_k, d}, sum);
-        dot_step(n_rows, n_keys, q, key, d + 16, lane, dtype, (struct prefetch){ahead_v, d}, sum);
+        dot_step(n_rows, n_keys, q, key, i, d, 0, dtype, prefetches, sum);
+        dot_step(n_rows, n_keys, q, key, i, d + 16, 1, dtype, prefetches, sum);
     }
-    if (d < whole) {
-        for (int j = 0; j < n_keys; j++)
-            issue_prefetch((struct prefetch){ahead_v, d}, j, dtype);
-        dot_step(n_rows, n_keys, q, key, d, lane, dtype, (struct prefetch){ahead_k, d}, sum);
-    }
+    if (d < whole)
+        dot_step(n_rows, n_keys, q, key, i, d, BOTH, dtype, prefetches, sum);
 }
 
 /* The last elements of a head that is no multiple of sixteen wide: lanes past its end are left
@@ -148,7 +144,10 @@ V16_INLINE void tile_dots(int n_rows, const float *q, const void *const *key, in
                 quad[r][g] = v16_zero();
             continue;
         }
-        dot_lanes(n_rows, q, key + g, dim, dtype, prefetches, lane);
+        if (prefetches)
+            dot_lanes(n_rows, q, key + g, dim, dtype, true, lane);
+        else
+            dot_lanes(n_rows, q, key + g, dim, dtype, false, lane);
         EACH_OF_4(r, n_rows,
                   quad[r][g] = v16_quads(lane[r][0], lane[r][1], lane[r][2], lane[r][3]));
     }
@@ -277,7 +276,8 @@ static __attribute__((noinline)) void adjust_scores(job_t *job, int r0, int n_ro
     }
 }
 
-/* The scores of a block of rows and a tile. The first block prefetches for all. */
+/* The scores of a block of rows and a tile. The first block prefetches K
+ * for all. */
 V16_INLINE void score_tile(job_t *job, int r0, int n_rows, struct run run, int64_t t,
                            const struct tile_rows *rows, tl_dtype dtype)
 {

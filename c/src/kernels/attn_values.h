@@ -11,81 +11,134 @@ struct columns {
     int64_t first, width, stride;
 };
 
-/* n_vec vectors of the value row `v`, from column d on; the only one is n wide. */
-V16_INLINE void load_values(const void *row, int64_t d, int n_vec, int64_t n, tl_dtype dtype,
-                            v16 v[8])
+/* What is prefetched beside the values of a pass: the lines of V that begin in its columns. */
+struct lines {
+    int64_t d; /* where the first begins */
+    bool are_due;
+};
+
+V16_INLINE int64_t line_elements(tl_dtype dtype)
 {
-    EACH_OF_8(i, n_vec,
-              v[i] = n_vec > 1 || n == 16 ? kv_load(row, d + 16 * i, dtype)
-                                          : kv_load_n(row, d, n, dtype));
+    return 64 / kv_elem_bytes(dtype);
 }
 
-/* The slots that count for a row of the block. */
-V16_INLINE unsigned seen_by_some_row(const struct tile_note *note, int n_rows)
+V16_INLINE struct lines lines_of(int64_t d, int64_t width, bool prefetches, tl_dtype dtype)
+{
+    const int64_t line = line_elements(dtype), first = (d + line - 1) / line * line;
+    return (struct lines){first, prefetches && first < d + width};
+}
+
+/* Registers d, d + V16_REG_LANES, ... of a value row, times p[16r] for row r. The fewer of weights
+ * and values stay in registers. */
+V16_INLINE void add_slot(int n_rows, int n_regs, const float *p, const void *row, int64_t d,
+                         int64_t n, tl_dtype dtype, vreg acc[][8])
+{
+    vreg v[8], w[4];
+#define LOAD(i) (n == V16_REG_LANES ? kv_load_reg(row, d + V16_REG_LANES * i, dtype) \
+                                    : kv_load_reg_n(row, d, n, dtype))
+    if (n_regs < n_rows) {
+        EACH_OF_8(i, n_regs, v[i] = vreg_keep(LOAD(i)));
+        EACH_OF_4(r, n_rows, {
+            w[r] = vreg_set1(p[16 * r]);
+            EACH_OF_8(i, n_regs, acc[r][i] = vreg_fma(w[r], v[i], acc[r][i]));
+        });
+    } else {
+        EACH_OF_4(r, n_rows, w[r] = vreg_keep(vreg_set1(p[16 * r])));
+        EACH_OF_8(i, n_regs, {
+            v[i] = LOAD(i);
+            EACH_OF_4(r, n_rows, acc[r][i] = vreg_fma(w[r], v[i], acc[r][i]));
+        });
+    }
+#undef LOAD
+}
+
+/* A tile of which every row sees every slot. */
+V16_INLINE void add_whole(int n_rows, int n_regs, const float *p, const struct tile_rows *rows,
+                          int64_t d, int64_t n, struct lines lines, tl_dtype dtype,
+                          vreg acc[][8])
+{
+    const int64_t line = line_elements(dtype);
+    const int n_lines = (int)((n_regs * V16_REG_LANES + line - 1) / line);
+    if (lines.are_due)
+        for (int j = 0; j < 16; j++) {
+            EACH_OF_8(i, n_lines,
+                      prefetch_ahead(rows->value + j, lines.d + i * line, dtype));
+            add_slot(n_rows, n_regs, p + j, rows->value[j], d, n, dtype, acc);
+        }
+    else
+        for (int j = 0; j < 16; j++)
+            add_slot(n_rows, n_regs, p + j, rows->value[j], d, n, dtype, acc);
+}
+
+/* Any tile: slot by slot in rising order, each for the rows that see it. */
+V16_INLINE void add_seen(int n_rows, int n_regs, const float *p, const struct tile_rows *rows,
+                         const struct tile_note *note, int64_t d, int64_t n, tl_dtype dtype,
+                         vreg acc[][8])
 {
     unsigned any = 0;
     EACH_OF_4(r, n_rows, any |= note->seen[r]);
-    return any;
+    for (; any; any &= any - 1) {
+        const int j = __builtin_ctz(any);
+        EACH_OF_4(r, n_rows, {
+            if (note->seen[r] >> j & 1)
+                add_slot(1, n_regs, p + 16 * r + j, rows->value[j], d, n, dtype, acc + r);
+        });
+    }
 }
 
-/* n_vec vectors of columns from c on (the last `n` < 16 wide where n_vec is 1) of rows r0 ..
- * r0+n_rows-1 take in the values of a run: rescaled where a maximum rose, then plus p * v for the
- * slots that count in rising order. One row alone prefetches V here, each pass over the columns its
- * share of the rows. */
+/* n_regs registers of columns from c on (the only one `n` wide) of rows r0 .. r0+n_rows-1 take in
+ * the values of a run: rescaled where a maximum rose, then plus p * v for the slots that count in
+ * rising order. */
 V16_INLINE void add_values(job_t *job, int r0, int n_rows, struct run run,
                            const struct tile_rows *rows, struct columns columns, int64_t c,
-                           int n_vec, int64_t n, tl_dtype dtype)
+                           int n_regs, int64_t n, tl_dtype dtype)
 {
     work_t *work = job->work;
     const int64_t d = columns.first + c;
     float *at = work->acc + r0 * columns.stride + c;
-    const int64_t passes = max64(columns.width / (16 * n_vec), 1), pass = c / (16 * n_vec);
-    v16 acc[4][8], v[8];
-#define EACH(...) EACH_OF_4(r, n_rows, EACH_OF_8(i, n_vec, __VA_ARGS__))
-    EACH(acc[r][i] = run.is_fresh ? v16_zero() : v16_load(at + r * columns.stride + 16 * i));
+    vreg acc[4][8];
+#define EACH(...) EACH_OF_4(r, n_rows, EACH_OF_8(i, n_regs, __VA_ARGS__))
+#define AT (at + r * columns.stride + V16_REG_LANES * i)
+    EACH(acc[r][i] = run.is_fresh ? vreg_zero() : vreg_load(AT));
     for (int64_t t = run.first; t < run.end; t++, rows++) {
         const int64_t place = place_of(run, r0, t);
         const struct tile_note *note = work->note + place;
         const float *p = work->score + place * V16_ROWS * 16;
-        int prefetched = n_rows == 1 && r0 == 0 && rows[ATTN_AHEAD].found ? (int)pass : 16;
         if (__builtin_expect(note->needs_rescale, 0))
-            EACH(acc[r][i] = v16_mul(acc[r][i], v16_set1(note->alpha[r])));
-        if (__builtin_expect(note->is_whole, 1)) {
-            for (int j = 0; j < 16; j++) {
-                if (j == prefetched) {
-                    for (int64_t e = 0; e < job->kv->v.dim; e += 64 / kv_elem_bytes(dtype))
-                        prefetch_ahead(rows->value + j, e, dtype);
-                    prefetched += (int)passes;
-                }
-                load_values(rows->value[j], d, n_vec, n, dtype, v);
-                EACH(acc[r][i] = v16_fma(v16_set1(p[16 * r + j]), v[i], acc[r][i]));
-            }
-        } else { /* some row does not see some slot */
-            for (unsigned any = seen_by_some_row(note, n_rows); any; any &= any - 1) {
-                const int j = __builtin_ctz(any);
-                load_values(rows->value[j], d, n_vec, n, dtype, v);
-                EACH_OF_4(r, n_rows, {
-                    if (note->seen[r] >> j & 1)
-                        EACH_OF_8(i, n_vec,
-                                  acc[r][i] = v16_fma(v16_set1(p[16 * r + j]), v[i], acc[r][i]));
-                });
-            }
-        }
+            EACH(acc[r][i] = vreg_mul(acc[r][i], vreg_set1(note->alpha[r])));
+        if (__builtin_expect(note->is_whole, 1))
+            add_whole(n_rows, n_regs, p, rows, d, n,
+                      lines_of(d, n_regs * V16_REG_LANES, r0 == 0 && rows[ATTN_AHEAD].found, dtype),
+                      dtype, acc);
+        else
+            add_seen(n_rows, n_regs, p, rows, note, d, n, dtype, acc);
     }
-    EACH(v16_store(at + r * columns.stride + 16 * i, acc[r][i]));
+    EACH(vreg_store(AT, acc[r][i]));
+#undef AT
 #undef EACH
 }
 
-/* All columns of a block of rows. */
+/* All columns of a block of rows, in passes of as many registers as the file holds. Of what is left
+ * two halves are taken rather than a whole and a rest. */
 V16_INLINE void add_columns(job_t *job, int r0, int n_rows, struct run run,
                             const struct tile_rows *rows, struct columns columns, tl_dtype dtype)
 {
-    const int n_vec = V16_COLS(n_rows);
+    const int whole = V16_COLS(n_rows), half = (whole + 1) / 2, quarter = (half + 1) / 2,
+              lanes = V16_REG_LANES;
     int64_t c = 0;
-    for (; c + 16 * n_vec <= columns.width; c += 16 * n_vec)
-        add_values(job, r0, n_rows, run, rows, columns, c, n_vec, 16, dtype);
-    for (; c < columns.width; c += 16)
-        add_values(job, r0, n_rows, run, rows, columns, c, 1, min64(16, columns.width - c), dtype);
+#define PASS(n_regs)                                                                       \
+    add_values(job, r0, n_rows, run, rows, columns, c, n_regs, lanes, dtype), c += n_regs * lanes
+    while (columns.width - c >= whole * lanes &&
+           (whole == 2 * half || columns.width - c != 2 * half * lanes))
+        PASS(whole);
+    while (half > 1 && columns.width - c >= half * lanes)
+        PASS(half);
+    while (quarter > 1 && columns.width - c >= quarter * lanes)
+        PASS(quarter);
+#undef PASS
+    for (; c < columns.width; c += lanes)
+        add_values(job, r0, n_rows, run, rows, columns, c, 1, min64(lanes, columns.width - c),
+                   dtype);
 }
 
 #endif

@@ -71,6 +71,15 @@ V16_INLINE vreg kv_load_reg(const void *row, int64_t d, tl_dtype dtype)
     __builtin_unreachable();
 }
 #undef FORMAT
+
+/* The first n lanes of a register, the others +0: nothing is read past element d + n - 1. */
+V16_INLINE vreg kv_load_reg_n(const void *row, int64_t d, int64_t n, tl_dtype dtype)
+{
+    const int64_t bytes = kv_elem_bytes(dtype);
+    float lanes[V16_REG_LANES] = {0};
+    memcpy(lanes, (const char *)row + d * bytes, (size_t)(n * bytes));
+    return kv_load_reg(lanes, 0, dtype);
+}
 #endif
 
 #endif

@@ -34,15 +34,15 @@
  * A v16 is V16_REGS registers of V16_REG_LANES lanes. Dots are summed a register at a time, so that
  * a small register file holds several keys and rows at once:
  *
- *   vreg, vreg_zero, vreg_load, vreg_load_f16, vreg_load_bf16, vreg_fma   as for v16, on one
- *                                                                         register
+ *   vreg, vreg_zero, vreg_set1, vreg_load, vreg_load_f16, vreg_load_bf16, vreg_store, vreg_mul,
+ *   vreg_fma                                              as for v16, on one register
  *   vreg_keep(x)                                          x, in a register: not read from memory
  *                                                         again for each use
  *   v16_of(r)                                             the sixteen lanes of r[0 .. V16_REGS-1]
  *
- * V16_ROWS query rows are taken together; V16_KEYS(rows) dots of each run side by side, and
- * V16_COLS(rows) vectors of values, up to V16_MAX_COLS: as many accumulators as the register file
- * holds, and enough of them to hide the latency of an fma. V16_PREFETCHES, 2 or 3, is how often a
+ * V16_ROWS query rows are taken together; V16_KEYS(rows) dots of each run side by side, 1, 2 or 4,
+ * and V16_COLS(rows) registers of values, up to 8: as many accumulators as the register file holds,
+ * and enough of them to hide the latency of an fma. V16_PREFETCHES, 2 or 3, is how often a
  * cache line may be prefetched before arithmetic waits for it. */
 #ifndef TL_VEC_H
 #define TL_VEC_H
@@ -78,6 +78,9 @@ V16_INLINE uint16_t lanes_below(int64_t n)
 #if V16_REGS == 1
 #define V16_REG_LANES 16
 #define vreg_zero v16_zero
+#define vreg_set1 v16_set1
+#define vreg_store v16_store
+#define vreg_mul v16_mul
 #define vreg_load v16_load
 #define vreg_load_f16 v16_load_f16
 #define vreg_load_bf16 v16_load_bf16

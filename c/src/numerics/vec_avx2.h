@@ -7,10 +7,9 @@
 #include <math.h>
 
 #define V16_ROWS 4
-#define V16_KEYS(rows) ((rows) <= 2 ? 4 : 2)
-#define V16_COLS(rows) ((rows) == 1 ? 4 : (rows) == 2 ? 2 : 1)
+#define V16_KEYS(rows) ((rows) <= 3 ? 4 : 2)
+#define V16_COLS(rows) ((rows) == 1 ? 8 : (rows) <= 3 ? 4 : 3)
 #define V16_PREFETCHES 2
-#define V16_MAX_COLS 4
 
 typedef struct {
     __m256 lo, hi;
@@ -187,10 +186,11 @@ V16_INLINE v16 v16_where_nan(v16 x, v16 a, v16 b)
 
 V16_INLINE v16 v16_only(v16 x, uint16_t mask)
 {
-    const __m256i bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128), all = _mm256_set1_epi32(mask),
-                  hi = _mm256_slli_epi32(bit, 8);
-    const v16_mask in = {_mm256_cmpeq_epi32(_mm256_and_si256(all, bit), bit),
-                         _mm256_cmpeq_epi32(_mm256_and_si256(all, hi), hi)};
+    const __m256i bits = _mm256_set1_epi32(mask);
+    const __m256i lo = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+    const __m256i hi = _mm256_slli_epi32(lo, 8);
+    const v16_mask in = {_mm256_cmpeq_epi32(_mm256_and_si256(bits, lo), lo),
+                         _mm256_cmpeq_epi32(_mm256_and_si256(bits, hi), hi)};
     return v16_blend(in, x, v16_set1(-INFINITY));
 }
 
@@ -244,9 +244,24 @@ V16_INLINE vreg vreg_zero(void)
     return _mm256_setzero_ps();
 }
 
+V16_INLINE vreg vreg_set1(float x)
+{
+    return _mm256_set1_ps(x);
+}
+
 V16_INLINE vreg vreg_load(const float *p)
 {
     return _mm256_loadu_ps(p);
+}
+
+V16_INLINE void vreg_store(float *p, vreg x)
+{
+    _mm256_storeu_ps(p, x);
+}
+
+V16_INLINE vreg vreg_mul(vreg a, vreg b)
+{
+    return _mm256_mul_ps(a, b);
 }
 
 V16_INLINE vreg vreg_load_f16(const uint16_t *p)

@@ -11,7 +11,6 @@
 #define V16_KEYS(rows) 4
 #define V16_COLS(rows) ((rows) <= 2 ? 8 : 4)
 #define V16_PREFETCHES 3
-#define V16_MAX_COLS 8
 
 typedef __m512 v16;
 

@@ -9,9 +9,8 @@
 
 #define V16_ROWS 4
 #define V16_KEYS(rows) 4
-#define V16_COLS(rows) ((rows) == 1 ? 4 : (rows) == 2 ? 2 : 1)
+#define V16_COLS(rows) ((rows) <= 2 ? 8 : 4)
 #define V16_PREFETCHES 2
-#define V16_MAX_COLS 4
 #define QUARTERS for (int i = 0; i < 4; i++)
 
 typedef struct {
@@ -244,9 +243,24 @@ V16_INLINE vreg vreg_zero(void)
     return vdupq_n_f32(0);
 }
 
+V16_INLINE vreg vreg_set1(float x)
+{
+    return vdupq_n_f32(x);
+}
+
 V16_INLINE vreg vreg_load(const float *p)
 {
     return vld1q_f32(p);
+}
+
+V16_INLINE void vreg_store(float *p, vreg x)
+{
+    vst1q_f32(p, x);
+}
+
+V16_INLINE vreg vreg_mul(vreg a, vreg b)
+{
+    return vmulq_f32(a, b);
 }
 
 V16_INLINE vreg vreg_load_f16(const uint16_t *p)

@@ -13,7 +13,6 @@
 #define V16_KEYS(rows) 1
 #define V16_COLS(rows) 1
 #define V16_PREFETCHES 2
-#define V16_MAX_COLS 1
 #define LANES for (int i = 0; i < 16; i++)
 
 typedef struct {
