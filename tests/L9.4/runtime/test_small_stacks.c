@@ -2,9 +2,10 @@
 /* test_small_stacks.c: the library on threads whose stack is no larger than it promises to need:
  * 32 KiB with a pool, TL_ATTN_STACK_BYTES without one.
  *
- * Below each stack lies a mebibyte that may not be touched, more than any frame, so that a step over
- * the end faults wherever it lands. Each call runs in a child of its own, which may die of it, and
- * in which nothing has been called before (the first call of a function may need stack to find it). */
+ * Below each stack lies a mebibyte that may not be touched, more than any frame, so that a step
+ * over the end faults wherever it lands. Each call runs in a child of its own, which may die of it,
+ * and in which nothing has been called before: the first call of a function may need stack to find
+ * it. */
 #include <pthread.h>
 #include <stdbool.h>
 #include <sys/wait.h>
