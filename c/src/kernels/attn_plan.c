@@ -16,7 +16,7 @@ _Static_assert(sizeof(struct attn_work) <= TL_POOL_SCRATCH, "a worker's memory h
 enum {
     SHARED_TILES = 4,      /* fewer shared tiles than this are walked by each sequence for itself */
     UNITS_ENOUGH = 4,      /* for each thread: then whole walks balance well enough */
-    RANGES_PER_THREAD = 4, /* where units are alike */
+    RANGES_PER_THREAD = 4, /* where units are equally long */
 };
 
 int64_t tl_small_step_ns = 50000;
@@ -380,12 +380,12 @@ static tl_status run_in_waves(const struct attn_call *c, struct attn_plan *plan)
 
 /* ---- the call ---- */
 
-/* Units that are alike go several at a time. */
+/* Units of about the same length go several at a time. */
 static int64_t grain_of(const struct attn_call *c, const struct attn_plan *plan)
 {
     const int64_t threads = tl_pool_threads(c->tp);
-    const bool alike = plan->shortest > plan->longest / 2 && c->total_q == c->B;
-    return alike ? max64(plan->n_units / (RANGES_PER_THREAD * threads), 1) : 1;
+    const bool is_even = plan->shortest > plan->longest / 2 && c->total_q == c->B;
+    return is_even ? max64(plan->n_units / (RANGES_PER_THREAD * threads), 1) : 1;
 }
 
 static tl_status run_part(const struct attn_call *c, int64_t first_seq)

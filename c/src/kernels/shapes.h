@@ -39,9 +39,9 @@ bool tl_span_of(const void *base, int64_t elem, int64_t width, const struct axis
 struct span tl_span(const char *name, const void *base, int64_t elem, int64_t n);
 
 /* Whether no two rows share memory, shown by nesting: of the axes, those longer than 1 are taken by
- * rising length of their stride, and each must step over all that the shorter ones span. NULL, or the
- * axis that does not; `axis` is sorted. *stepped_over: what it had to step over, or 0 where its own
- * way passes INT64_MAX. */
+ * rising length of their stride, and each must step over all that the shorter ones span. NULL, or
+ * the axis that does not; `axis` is sorted. *stepped_over: what it had to step over, or 0 where its
+ * own way passes INT64_MAX. */
 const struct axis *tl_overlapping_axis(int64_t width, struct axis *axis, int n_axes,
                                        int64_t *stepped_over);
 

@@ -100,7 +100,8 @@ TEST(a_workspace_changes_no_bit)
                 const size_t formula =
                     threads == 1
                         ? 0
-                        : 4 * (size_t)n * ((TL_ATTN_WAVE_SPLITS * (size_t)threads + 1) * (2 + D) + 2);
+                        : 4 * (size_t)n *
+                              ((TL_ATTN_WAVE_SPLITS * (size_t)threads + 1) * (2 + D) + 2);
                 CHECK(w.args.workspace_bytes == formula, "%zu bytes, %zu by the header",
                       w.args.workspace_bytes, formula);
                 const size_t room = w.args.workspace_bytes ? w.args.workspace_bytes : 4;
