@@ -19,10 +19,10 @@ enum {
     /* floats of exponentiated scores a job holds: a run of ATTN_ROWS rows */
     ATTN_SCORES = 2048,
     ATTN_RUN_TILES = 4, /* tiles scored before their values are added */
-    ATTN_AHEAD = 4,        /* tiles between finding or fetching one and its use */
-    /* the same for fetching it once more: memory that is busy drops prefetches */
+    ATTN_AHEAD = 4,        /* tiles between finding or prefetching one and its use */
+    /* the same for prefetching it once more: memory that is busy drops prefetches */
     ATTN_AGAIN = 3,
-    /* and a third time, where there are instructions to spare (V16_FETCHES) */
+    /* and a third time, where there are instructions to spare (V16_PREFETCHES) */
     ATTN_LAST = 1,
     /* tiles found and still needed: a power of two, ATTN_AHEAD + ATTN_RUN_TILES or more */
     ATTN_RING = 8,

@@ -5,7 +5,7 @@
  * Words. tile: sixteen consecutive positions, [16t, 16t+16). split: 1024 positions, [1024i,
  * 1024i+1024). run: the tiles that are scored (attn_score.h) before their values are added
  * (attn_values.h): a few of them, so that K and V of a run stay in the nearest cache. walk: the
- * tiles in order, found and fetched some tiles early (attn_walk.h). column: one of the head_dim
+ * tiles in order, found and prefetched some tiles early (attn_walk.h). column: one of the head_dim
  * elements of a value.
  *
  * For each split a row has a state (m, l, a): maximum, sixteen lanes of the denominator,

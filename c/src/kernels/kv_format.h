@@ -73,13 +73,18 @@ V16_INLINE vreg kv_load_reg(const void *row, int64_t d, tl_dtype dtype)
 #undef FORMAT
 
 /* The first n lanes of a register, the others +0: nothing is read past element d + n - 1. */
+#if V16_REGS == 1
+#define kv_load_reg_n kv_load_n
+#else
 V16_INLINE vreg kv_load_reg_n(const void *row, int64_t d, int64_t n, tl_dtype dtype)
 {
     const int64_t bytes = kv_elem_bytes(dtype);
-    float lanes[V16_REG_LANES] = {0};
+    float lanes[V16_REG_LANES];
+    memset(lanes, 0, sizeof lanes);
     memcpy(lanes, (const char *)row + d * bytes, (size_t)(n * bytes));
     return kv_load_reg(lanes, 0, dtype);
 }
+#endif
 #endif
 
 #endif
