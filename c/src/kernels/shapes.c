@@ -5,16 +5,6 @@
 
 #include "runtime/fail.h"
 
-bool tl_fits_memory(int64_t size, int n, const int64_t *dims)
-{
-    bool fits = true, empty = false;
-    for (int i = 0; i < n; i++) {
-        empty |= dims[i] == 0;
-        fits = fits && !__builtin_mul_overflow(size, dims[i], &size);
-    }
-    return empty || (fits && size <= PTRDIFF_MAX);
-}
-
 bool tl_span_of(const void *base, int64_t elem, int64_t width, const struct axis *axis, int n_axes,
                 struct span *span)
 {
@@ -37,12 +27,6 @@ bool tl_span_of(const void *base, int64_t elem, int64_t width, const struct axis
         return true;
     return !__builtin_sub_overflow(span->lo, (uintptr_t)0 - (uintptr_t)bytes_below, &span->lo) &&
            !__builtin_add_overflow(span->hi, (uintptr_t)bytes_above, &span->hi);
-}
-
-struct span tl_span(const char *name, const void *base, int64_t elem, int64_t n)
-{
-    const uintptr_t lo = (uintptr_t)base;
-    return (struct span){name, lo, base ? lo + (uintptr_t)(elem * n) : lo};
 }
 
 /* How far a stride steps, whichever way. */

@@ -26,7 +26,15 @@ struct span {
 
 /* Whether an array of n non-negative dimensions of `size`-byte elements can exist: its bytes stay
  * within ptrdiff_t. */
-bool tl_fits_memory(int64_t size, int n, const int64_t *dims);
+static inline bool tl_fits_memory(int64_t size, int n, const int64_t *dims)
+{
+    bool fits = true, empty = false;
+    for (int i = 0; i < n; i++) {
+        empty |= dims[i] == 0;
+        fits = fits && !__builtin_mul_overflow(size, dims[i], &size);
+    }
+    return empty || (fits && size <= PTRDIFF_MAX);
+}
 
 /* The memory of rows of `width` elements of `elem` bytes at base + the sum of i * stride over the
  * axes. False where some of it lies outside the address space. An axis without a step (n 0) makes
@@ -36,7 +44,11 @@ bool tl_span_of(const void *base, int64_t elem, int64_t width, const struct axis
 
 /* n contiguous elements, whose bytes are known to fit. They may still pass the end of memory, which
  * tl_check_addresses finds: hi is then below lo. */
-struct span tl_span(const char *name, const void *base, int64_t elem, int64_t n);
+static inline struct span tl_span(const char *name, const void *base, int64_t elem, int64_t n)
+{
+    const uintptr_t lo = (uintptr_t)base;
+    return (struct span){name, lo, base ? lo + (uintptr_t)(elem * n) : lo};
+}
 
 /* Whether no two rows share memory, shown by nesting: of the axes, those longer than 1 are taken by
  * rising length of their stride, and each must step over all that the shorter ones span. NULL, or
