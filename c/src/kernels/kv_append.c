@@ -116,7 +116,7 @@ static void write_head(const struct tl_kernels *kernels, const struct source *fr
             kernels->f32_to_f16_n(x + i * from->token_stride, y + i * D, D);
 }
 
-struct job {
+struct append {
     const tl_kv_pool *kv;
     const struct tl_kernels *kernels;
     uint32_t layer;
@@ -126,24 +126,25 @@ struct job {
 
 /* One tensor, in the order in which the source lies in memory: one head's tokens after another's,
  * or one token's heads. */
-static void write_tensor(const struct job *job, bool is_v, const struct source *from)
+static void write_tensor(const struct append *append, bool is_v, const struct source *from)
 {
-    const tl_kv_pool *kv = job->kv;
+    const tl_kv_pool *kv = append->kv;
     const int64_t b = kv->cfg.block_tokens, D = kv->cfg.head_dim, heads = kv->cfg.n_kv_heads,
-                  T = job->T;
+                  T = append->T;
     const bool by_token = T == 1 || from->head_stride < from->token_stride;
     for (int64_t head = 0; head < heads; head += by_token ? heads : 1) {
-        const uint32_t *entry = job->entry;
-        int64_t slot = job->slot;
+        const uint32_t *entry = append->entry;
+        int64_t slot = append->slot;
         for (int64_t t = 0, n; t < T; t += n, entry++, slot = 0) {
-            uint16_t *y = (uint16_t *)kv_slab(kv, *entry, job->layer, is_v) + (head * b + slot) * D;
+            uint16_t *y =
+                (uint16_t *)kv_slab(kv, *entry, append->layer, is_v) + (head * b + slot) * D;
             n = b - slot < T - t ? b - slot : T - t;
             if (!by_token)
-                write_head(job->kernels, from, head, t, n, D, y);
+                write_head(append->kernels, from, head, t, n, D, y);
             else
                 for (int64_t i = 0; i < n; i++)
                     for (int64_t h = 0; h < heads; h++)
-                        write_head(job->kernels, from, h, t + i, 1, D, y + (h * b + i) * D);
+                        write_head(append->kernels, from, h, t + i, 1, D, y + (h * b + i) * D);
         }
     }
 }
@@ -167,10 +168,10 @@ tl_status tl_kv_append_f32(tl_kv_pool *kv, uint32_t layer, const uint32_t *block
     TL_TRY(tl_kernels_require(fn, &kernels));
     const int64_t b = kv->cfg.block_tokens, entry = pos / b, slot = pos % b;
     TL_TRY(check_entries(kv, block_table, entry, entry + (slot + T - 1) / b));
-    const struct job job = {kv, kernels, layer, block_table + entry, slot, T};
+    const struct append append = {kv, kernels, layer, block_table + entry, slot, T};
     const tl_fpenv caller = tl_fpenv_enter();
-    write_tensor(&job, false, &keys);
-    write_tensor(&job, true, &values);
+    write_tensor(&append, false, &keys);
+    write_tensor(&append, true, &values);
     tl_fpenv_leave(caller);
     return TL_OK;
 }

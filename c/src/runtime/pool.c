@@ -1,18 +1,18 @@
 /* SPDX-License-Identifier: MIT */
 /* pool.c: fixed workers and one blocking parallel for.
  *
- * Words: a job is one tl_parallel_for; its ranges are claimed by number from a shared counter. The
- * turn belongs to the thread whose job the workers run. The gate is one word that says which job is
- * on, whether workers may still enter it, and how many are inside. A frame says that the thread is
- * inside a range of some pool. Scratch is memory for the time of a range: one piece for each
+ * Words: a loop is one tl_parallel_for; its ranges are claimed by number from a shared counter. The
+ * turn belongs to the thread whose loop the workers run. The gate is one word that says which loop
+ * is on, whether workers may still enter it, and how many are inside. A frame says that the thread
+ * is inside a range of some pool. Scratch is memory for the time of a range: one piece for each
  * worker, and a few spare ones.
  *
- * A job never needs a worker: the caller opens the gate, claims ranges like everybody, and closes
+ * A loop never needs a worker: the caller opens the gate, claims ranges like everybody, and closes
  * the gate when none are left. It then waits only for the workers that are inside, so a worker that
  * wakes late finds a closed gate and costs nobody anything.
  *
- * A job of one range has nothing to share, so it does not wait for the turn either: it runs on its
- * caller beside the job that has it, on a spare piece of scratch. */
+ * A loop of one range has nothing to share, so it does not wait for the turn either: it runs on its
+ * caller beside the loop that has it, on a spare piece of scratch. */
 #include <assert.h>
 #include <pthread.h>
 #include <signal.h>
@@ -38,16 +38,16 @@
 #define N_SPARES 4
 
 /* The gate, from the low bits up. */
-#define GATE_INSIDE UINT64_C(0xFFFF) /* workers inside the job */
+#define GATE_INSIDE UINT64_C(0xFFFF) /* workers inside the loop */
 #define GATE_OPEN (UINT64_C(1) << 16) /* workers may enter */
 #define GATE_STOP (UINT64_C(1) << 17) /* workers leave for good */
-#define GATE_JOB (UINT64_C(1) << 18)  /* lowest bit of the job's number, which takes the rest */
-#define GATE_NUMBER (~(GATE_JOB - 1))
+#define GATE_LOOP (UINT64_C(1) << 18)  /* lowest bit of the loop's number, which takes the rest */
+#define GATE_NUMBER (~(GATE_LOOP - 1))
 
 static_assert(TL_POOL_MAX_THREADS < GATE_INSIDE, "the gate counts every worker");
 
-/* One per pool that the thread is inside of, innermost first. The frames of a job's caller are read
- * by the workers inside the job too, so a way back into a pool is noticed on every thread. */
+/* One per pool that the thread is inside of, innermost first. The frames of a loop's caller are
+ * read by the workers inside the loop too, so a way back into a pool is noticed on every thread. */
 struct frame {
     const tl_pool *pool;
     const struct frame *outer;
@@ -55,7 +55,7 @@ struct frame {
 
 static _Thread_local const struct frame *inside;
 
-struct job {
+struct loop {
     tl_work_fn work;
     void *ctx;
     bool needs_scratch;
@@ -93,7 +93,7 @@ struct tl_pool {
 
     /* Written by the thread that has the turn, while the gate is closed and nobody inside; read by
      * those inside. */
-    struct job job;
+    struct loop loop;
 
     /* The thread that has the turn opens and closes it, workers count themselves in (only while it
      * is open) and out, destroy sets GATE_STOP. Whoever waits for a change announces it first
@@ -104,7 +104,7 @@ struct tl_pool {
     /* the turn's thread is in or near a wait for `done`. Written under lock. */
     _Atomic bool caller_sleeps;
 
-    alignas(CACHE_LINE) _Atomic uint64_t next_range; /* reset with `job`; each claim adds one */
+    alignas(CACHE_LINE) _Atomic uint64_t next_range; /* reset with `loop`; each claim adds one */
 
     /* In a forked child: fork_count of the process one of whose threads is using the pool, 0 for
      * none. A value from another process is a leftover. */
@@ -242,23 +242,23 @@ static void give_inherited_turn(tl_pool *pool)
     atomic_store(&pool->inherited_turn, 0);
 }
 
-/* ---- the ranges of a job ---- */
+/* ---- the ranges of a loop ---- */
 
 static void *scratch_of(const tl_pool *pool, int piece)
 {
     return pool->scratch + (size_t)piece * TL_POOL_SCRATCH;
 }
 
-static int64_t range_end(const struct job *job, int64_t lo)
+static int64_t range_end(const struct loop *loop, int64_t lo)
 {
-    return job->n - lo > job->grain ? lo + job->grain : job->n;
+    return loop->n - lo > loop->grain ? lo + loop->grain : loop->n;
 }
 
-static void run_in_order(const struct job *job, void *scratch)
+static void run_in_order(const struct loop *loop, void *scratch)
 {
-    for (int64_t lo = 0, hi; lo < job->n; lo = hi) {
-        hi = range_end(job, lo);
-        job->work(job->ctx, lo, hi, 0, scratch);
+    for (int64_t lo = 0, hi; lo < loop->n; lo = hi) {
+        hi = range_end(loop, lo);
+        loop->work(loop->ctx, lo, hi, 0, scratch);
     }
 }
 
@@ -266,16 +266,16 @@ static void run_in_order(const struct job *job, void *scratch)
  * have left another. */
 static void run_claimed(tl_pool *pool, int number)
 {
-    const struct job *job = &pool->job;
+    const struct loop *loop = &pool->loop;
     void *scratch = scratch_of(pool, number);
     for (;;) {
         const uint64_t k = atomic_fetch_add_explicit(&pool->next_range, 1, memory_order_relaxed);
-        if (k >= job->n_ranges)
+        if (k >= loop->n_ranges)
             return;
-        const int64_t lo = (int64_t)k * job->grain;
+        const int64_t lo = (int64_t)k * loop->grain;
         if (number != 0)
             (void)tl_fpenv_enter();
-        job->work(job->ctx, lo, range_end(job, lo), number, scratch);
+        loop->work(loop->ctx, lo, range_end(loop, lo), number, scratch);
     }
 }
 
@@ -286,7 +286,7 @@ static bool has_news(uint64_t gate, uint64_t seen)
     return (gate & GATE_STOP) != 0 || (gate & GATE_NUMBER) != seen;
 }
 
-/* Returns when there is a job other than number `seen`, or the pool stops. */
+/* Returns when there is a loop other than number `seen`, or the pool stops. */
 static void await_news(tl_pool *pool, uint64_t seen)
 {
     for (struct spin spin = spin_begin(pool); spin_on(&spin);)
@@ -300,7 +300,7 @@ static void await_news(tl_pool *pool, uint64_t seen)
     unlock(pool);
 }
 
-/* True: the worker is counted in, and `job` stays as it is until it leaves. */
+/* True: the worker is counted in, and `loop` stays as it is until it leaves. */
 static bool enter_gate(tl_pool *pool, uint64_t *seen)
 {
     uint64_t gate = atomic_load(&pool->gate);
@@ -331,7 +331,7 @@ static void *worker_main(void *arg)
     (void)hold_cancellation(); /* a range may let others know the thread */
     while ((atomic_load(&pool->gate) & GATE_STOP) == 0) {
         if (enter_gate(pool, &seen)) {
-            push_frame(&here, pool, pool->job.outer);
+            push_frame(&here, pool, pool->loop.outer);
             run_claimed(pool, self->number);
             leave_gate(pool);
         }
@@ -374,13 +374,13 @@ static void wake_workers(tl_pool *pool, uint64_t wanted)
         cannot_fail(pthread_cond_signal(&pool->work));
 }
 
-static void open_gate(tl_pool *pool, const struct job *job)
+static void open_gate(tl_pool *pool, const struct loop *loop)
 {
-    pool->job = *job;
+    pool->loop = *loop;
     atomic_store_explicit(&pool->next_range, 0, memory_order_relaxed);
-    /* it was closed and empty, so this opens the next job */
-    atomic_fetch_add(&pool->gate, GATE_JOB + GATE_OPEN);
-    wake_workers(pool, job->n_ranges - 1);
+    /* it was closed and empty, so this opens the next loop */
+    atomic_fetch_add(&pool->gate, GATE_LOOP + GATE_OPEN);
+    wake_workers(pool, loop->n_ranges - 1);
 }
 
 static bool is_empty(tl_pool *pool)
@@ -408,23 +408,23 @@ static void close_gate(tl_pool *pool)
     unlock(pool);
 }
 
-static void run_together(tl_pool *pool, const struct job *job)
+static void run_together(tl_pool *pool, const struct loop *loop)
 {
-    open_gate(pool, job);
+    open_gate(pool, loop);
     run_claimed(pool, 0);
     close_gate(pool);
 }
 
-static void run_in_turn(tl_pool *pool, const struct job *job)
+static void run_in_turn(tl_pool *pool, const struct loop *loop)
 {
     const bool inherited = is_inherited(pool);
     (inherited ? take_inherited_turn : take_turn)(pool);
     struct frame here;
-    push_frame(&here, pool, job->outer);
-    if (inherited || pool->n_threads == 1 || job->n_ranges == 1)
-        run_in_order(job, scratch_of(pool, 0));
+    push_frame(&here, pool, loop->outer);
+    if (inherited || pool->n_threads == 1 || loop->n_ranges == 1)
+        run_in_order(loop, scratch_of(pool, 0));
     else
-        run_together(pool, job);
+        run_together(pool, loop);
     inside = here.outer;
     (inherited ? give_inherited_turn : give_turn)(pool);
 }
@@ -452,26 +452,26 @@ static void leave_beside(tl_pool *pool, unsigned spare)
     unlock(pool);
 }
 
-static void run_beside(tl_pool *pool, const struct job *job, unsigned spare)
+static void run_beside(tl_pool *pool, const struct loop *loop, unsigned spare)
 {
     struct frame here;
-    push_frame(&here, pool, job->outer);
-    run_in_order(job, spare ? scratch_of(pool, pool->n_threads + __builtin_ctz(spare)) : NULL);
+    push_frame(&here, pool, loop->outer);
+    run_in_order(loop, spare ? scratch_of(pool, pool->n_threads + __builtin_ctz(spare)) : NULL);
     inside = here.outer;
     leave_beside(pool, spare);
 }
 
-/* In a forked child all jobs take turns: pieces that others had at the fork are never given back
+/* In a forked child all loops take turns: pieces that others had at the fork are never given back
  * there. */
-static void run_on_pool(tl_pool *pool, const struct job *job)
+static void run_on_pool(tl_pool *pool, const struct loop *loop)
 {
     const int cancellation = hold_cancellation();
     unsigned spare;
-    if (job->n_ranges == 1 && !is_inherited(pool) &&
-        enter_beside(pool, job->needs_scratch, &spare))
-        run_beside(pool, job, spare);
+    if (loop->n_ranges == 1 && !is_inherited(pool) &&
+        enter_beside(pool, loop->needs_scratch, &spare))
+        run_beside(pool, loop, spare);
     else
-        run_in_turn(pool, job);
+        run_in_turn(pool, loop);
     allow_cancellation(cancellation);
 }
 
@@ -485,37 +485,37 @@ tl_status tl_pool_check(const char *fn, const tl_pool *pool)
     return TL_OK;
 }
 
-static tl_status check_job(const char *fn, const struct job *job)
+static tl_status check_loop(const char *fn, const struct loop *loop)
 {
-    if (job->n < 0)
-        return tl_fail_i64(TL_EINVAL, fn, "n = %lld is negative", job->n);
-    if (job->grain < 1)
-        return tl_fail_i64(TL_EINVAL, fn, "grain = %lld is below 1", job->grain);
-    if (!job->work)
+    if (loop->n < 0)
+        return tl_fail_i64(TL_EINVAL, fn, "n = %lld is negative", loop->n);
+    if (loop->grain < 1)
+        return tl_fail_i64(TL_EINVAL, fn, "grain = %lld is below 1", loop->grain);
+    if (!loop->work)
         return tl_fail(TL_EINVAL, fn, "the range function is NULL");
     return TL_OK;
 }
 
-static tl_status run(const char *fn, tl_pool *pool, struct job *job)
+static tl_status run(const char *fn, tl_pool *pool, struct loop *loop)
 {
-    TL_TRY(check_job(fn, job));
+    TL_TRY(check_loop(fn, loop));
     TL_TRY(tl_pool_check(fn, pool));
-    if (job->n == 0)
+    if (loop->n == 0)
         return TL_OK;
-    job->n_ranges = (uint64_t)(job->n / job->grain) + (job->n % job->grain != 0);
-    job->outer = inside;
+    loop->n_ranges = (uint64_t)(loop->n / loop->grain) + (loop->n % loop->grain != 0);
+    loop->outer = inside;
     if (pool)
-        run_on_pool(pool, job);
+        run_on_pool(pool, loop);
     else
-        run_in_order(job, NULL);
+        run_in_order(loop, NULL);
     return TL_OK;
 }
 
 tl_status tl_pool_run_with_scratch(const char *fn, tl_pool *pool, int64_t n, int64_t grain,
                                    tl_work_fn work, void *ctx)
 {
-    struct job job = {.work = work, .ctx = ctx, .needs_scratch = true, .n = n, .grain = grain};
-    return run(fn, pool, &job);
+    struct loop loop = {.work = work, .ctx = ctx, .needs_scratch = true, .n = n, .grain = grain};
+    return run(fn, pool, &loop);
 }
 
 struct plain {
@@ -534,9 +534,9 @@ tl_status tl_pool_run(const char *fn, tl_pool *pool, int64_t n, int64_t grain, t
                       void *ctx)
 {
     struct plain plain = {range, ctx};
-    struct job job = {.work = range ? without_scratch : NULL, .ctx = &plain, .n = n,
+    struct loop loop = {.work = range ? without_scratch : NULL, .ctx = &plain, .n = n,
                       .grain = grain};
-    return run(fn, pool, &job);
+    return run(fn, pool, &loop);
 }
 
 tl_status tl_parallel_for(tl_pool *pool, int64_t n, int64_t grain, tl_range_fn fn, void *ctx)

@@ -22,8 +22,8 @@ tl_status tl_pool_run(const char *fn, tl_pool *pool, int64_t n, int64_t grain, t
  * anything in them. */
 typedef void (*tl_work_fn)(void *ctx, int64_t lo, int64_t hi, int worker, void *scratch);
 
-/* The same for work that needs scratch; it is the pool's, so `pool` is not NULL. A job of one range
- * waits for the pool only where all spare pieces of scratch are in use. */
+/* The same for work that needs scratch; it is the pool's, so `pool` is not NULL. A loop of one
+ * range waits for the pool only where all spare pieces of scratch are in use. */
 tl_status tl_pool_run_with_scratch(const char *fn, tl_pool *pool, int64_t n, int64_t grain,
                                    tl_work_fn work, void *ctx);
 
