@@ -371,6 +371,29 @@ TEST(windows_over_a_shared_prefix_change_no_bit)
     }
 }
 
+/* Of one prefix some members have given more back than others: one goes on behind all that is
+ * shared, and one has a block of its own that only the member with the earliest window still
+ * sees. */
+TEST(windows_that_begin_at_different_places_change_no_bit)
+{
+    static const int64_t ctx[][3] = {{1500, 2900, 1300}, {2500, 1600, 1700}, {2900, 1300, 1500}};
+    for (uint64_t i = 0; i < 6; i++) {
+        struct crowd_spec spec = {.B = 3,
+                                  .H = 2,
+                                  .Hkv = 1,
+                                  .D = 5,
+                                  .block_tokens = 16,
+                                  .window = 1500,
+                                  .seed = 3350 + i};
+        for (int64_t s = 0; s < spec.B; s++)
+            spec.member[s] = (struct member){.shared = 3200,
+                                             .ctx = ctx[i % 3][s],
+                                             .rows = i / 3 ? 3 : 1,
+                                             .own_block = i % 3 == 1 && s == 2 ? 20 : -1};
+        check_crowd_spec(&spec);
+    }
+}
+
 /* Drafts and prompts over a shared prefix, and sequences without a row among them. */
 TEST(several_rows_over_a_shared_prefix_change_no_bit)
 {
@@ -438,6 +461,32 @@ TEST(hundreds_of_sequences_change_no_bit)
                                              .own_block = -1};
         check_crowd_spec(&spec);
     }
+}
+
+/* Only sequences behind the first hundreds have rows: a few units, one of them long. */
+TEST(a_long_sequence_behind_hundreds_changes_no_bit)
+{
+    struct crowd_spec spec = {
+        .B = 300, .H = 2, .Hkv = 1, .D = 3, .block_tokens = 16, .seed = 3480};
+    for (int64_t s = 0; s < spec.B; s++)
+        spec.member[s] = (struct member){
+            .group = ALONE, .ctx = s == 280 ? 5000 : 3, .rows = s > 278, .own_block = -1};
+    for (int64_t s = 282; s < spec.B; s++)
+        spec.member[s].rows = 0;
+    check_crowd_spec(&spec);
+}
+
+/* The first of three sequences with the same table has no row this time. */
+TEST(a_member_without_rows_takes_no_part)
+{
+    struct crowd_spec spec = {.B = 3, .H = 2, .Hkv = 1, .D = 3, .block_tokens = 16, .seed = 3490};
+    for (int64_t s = 0; s < spec.B; s++)
+        spec.member[s] = (struct member){
+            .shared = 320, .ctx = 330 + s, .rows = s > 0, .own_block = -1};
+    struct crowd *c = crowd_make(&spec);
+    memcpy(c->tables, c->tables + c->stride, (size_t)c->stride * sizeof *c->tables);
+    check_crowd(c, NULL);
+    crowd_free(c);
 }
 
 /* A prefix that goes over the edge of a stretch. */
@@ -554,6 +603,139 @@ TEST(a_table_that_differs_in_front_shares_nothing)
         CHECK(e->event[i].what != TL_TRACE_SHARED, "event %lld is of a shared walk", (long long)i);
     free(e);
     crowd_free(c);
+}
+
+static int64_t events_of(const struct events *e, int what)
+{
+    int64_t n = 0;
+    for (int64_t i = 0; i < e->trace.n; i++)
+        n += e->event[i].what == what;
+    return n;
+}
+
+/* The events of shared walks of a crowd of one KV head. */
+static int64_t shared_walks(const struct crowd_spec *spec, tl_pool *tp)
+{
+    struct crowd *c = crowd_make(spec);
+    struct events *e = must_alloc(sizeof *e);
+    c->args.tp = tp;
+    run_traced(c, e);
+    const int64_t n = events_of(e, TL_TRACE_SHARED);
+    free(e);
+    crowd_free(c);
+    return n;
+}
+
+TEST(four_tiles_are_worth_a_shared_walk)
+{
+    for (int64_t shared = 60; shared <= 66; shared++) {
+        struct crowd_spec spec = {
+            .B = 2, .H = 2, .Hkv = 1, .D = 8, .block_tokens = 1, .seed = 3630};
+        for (int64_t s = 0; s < spec.B; s++)
+            spec.member[s] =
+                (struct member){.shared = shared, .ctx = 90, .rows = 1, .own_block = -1};
+        CHECK(shared_walks(&spec, NULL) == (shared >= 64), "%lld positions: %lld walks",
+              (long long)shared, (long long)shared_walks(&spec, NULL));
+    }
+}
+
+/* Entries before both windows are not compared: they are garbage, another one in each table. */
+TEST(windows_share_whatever_stands_behind_them)
+{
+    struct crowd_spec spec = {
+        .B = 2, .H = 2, .Hkv = 1, .D = 8, .block_tokens = 16, .window = 1500, .seed = 3640};
+    for (int64_t s = 0; s < spec.B; s++)
+        spec.member[s] =
+            (struct member){.shared = 1984, .ctx = 2000 + 100 * s, .rows = 1, .own_block = -1};
+    CHECK(shared_walks(&spec, NULL) == 1, "%lld walks", (long long)shared_walks(&spec, NULL));
+}
+
+/* Two share two splits, a third with them less than the half of that. */
+TEST(who_shares_little_does_not_shorten_the_walk)
+{
+    struct crowd_spec spec = {.B = 3, .H = 2, .Hkv = 1, .D = 8, .block_tokens = 16, .seed = 3650};
+    for (int64_t s = 0; s < spec.B; s++)
+        spec.member[s] = (struct member){
+            .shared = s == 2 ? 400 : 2048, .ctx = 2060, .rows = 1, .own_block = -1};
+    struct crowd *c = crowd_make(&spec);
+    struct events *e = must_alloc(sizeof *e);
+    run_traced(c, e);
+    for (int64_t split = 0; split < 3; split++)
+        for (int64_t i = 0; i < e->trace.n; i++) {
+            const tl_trace_event *x = &e->event[i];
+            const bool is_alone = x->what == TL_TRACE_ROWS;
+            CHECK(covers(x, x->what, 0, split) == (is_alone ? split == 2 || x->seq == 2 : split < 2),
+                  "split %lld, event %lld", (long long)split, (long long)i);
+        }
+    CHECK(events_of(e, TL_TRACE_SHARED) == 1, "shared walks");
+    free(e);
+    crowd_free(c);
+}
+
+/* Eight sequences fill one job; with other threads they go in units, two for each thread. A prompt
+ * is not cut for that. */
+TEST(a_group_is_cut_for_as_many_threads_as_there_are)
+{
+    static const int64_t want[2][5] = {{0, 1, 4, 0, 8}, {0, 1, 1, 0, 1}};
+    for (int rows = 1; rows <= 2; rows++)
+        for (int n = 1; n <= 2; n++) {
+            tl_pool *tp = make_threads(n);
+            struct crowd_spec spec = {
+                .B = 8, .H = 2, .Hkv = 1, .D = 8, .block_tokens = 16, .seed = 3660};
+            for (int64_t s = 0; s < spec.B; s++)
+                spec.member[s] = (struct member){
+                    .shared = 320, .ctx = 330 + s, .rows = rows, .own_block = -1};
+            const int64_t got = shared_walks(&spec, tp);
+            CHECK(got == want[rows - 1][n], "%d rows, %d threads: %lld walks", rows, n,
+                  (long long)got);
+            tl_pool_destroy(tp);
+        }
+}
+
+/* The longest context of the sequences that an event is the first of. */
+static int64_t length_of_item(const struct crowd *c, const tl_trace_event *e)
+{
+    int64_t longest = c->ctx[e->seq];
+    for (int64_t s = 0; e->what == TL_TRACE_SHARED && s < c->spec.B; s++)
+        if (c->spec.member[s].group == c->spec.member[e->seq].group)
+            longest = max64(longest, c->ctx[s]);
+    return longest;
+}
+
+/* What is too small to wake another thread is done by one, in the order that several would begin
+ * it: the longest first, a group as its longest member. */
+TEST(the_longest_items_are_begun_first)
+{
+    tl_pool *tp = make_threads(2);
+    tl_small_step_ns = INT64_MAX;
+    for (uint64_t i = 0; i < 12; i++) {
+        uint64_t rng = 90 + i;
+        struct crowd_spec spec = {
+            .B = 3 + 2 * (int64_t)i, .H = 1, .Hkv = 1, .D = 4, .block_tokens = 16, .seed = 3670 + i};
+        for (int64_t s = 0; s < spec.B; s++)
+            spec.member[s] = (struct member){.group = s > 2 && s < 6 && i % 2 ? 0 : ALONE,
+                                             .shared = 160,
+                                             .ctx = 170 + rng_below(&rng, 400),
+                                             .rows = 2,
+                                             .own_block = -1};
+        struct crowd *c = crowd_make(&spec);
+        struct events *e = must_alloc(sizeof *e);
+        int64_t before = INT64_MAX;
+        c->args.tp = tp;
+        run_traced(c, e);
+        for (int64_t k = 0; k < e->trace.n; k++) {
+            const bool goes_on = e->event[k].what == TL_TRACE_ROWS &&
+                                 spec.member[e->event[k].seq].group != ALONE;
+            const int64_t n = length_of_item(c, &e->event[k]);
+            CHECK(goes_on || n <= before, "case %d, event %lld: %lld positions behind %lld", (int)i,
+                  (long long)k, (long long)n, (long long)before);
+            before = goes_on ? before : n;
+        }
+        free(e);
+        crowd_free(c);
+    }
+    tl_small_step_ns = 0;
+    tl_pool_destroy(tp);
 }
 
 /* Whether one of the first `threads` events begun is of that sequence. */

@@ -731,6 +731,9 @@ TEST(a_part_of_the_table_that_misses_a_visible_position_is_refused)
         CHECK(got == cases[i].want, "case %zu: %s, \"%s\"", i, tl_status_str(got), tl_last_error());
         CHECK(got == TL_OK || (error_names(STATES) && error_mentions(1)), "case %zu: \"%s\"", i,
               tl_last_error());
+        CHECK(got == TL_OK || strstr(tl_last_error(), "first_block") ||
+                  strstr(tl_last_error(), "needs"),
+              "case %zu: an entry was looked at: \"%s\"", i, tl_last_error());
         CHECK(got == TL_OK || all_paint(states, piece_size(&x, p)), "case %zu: written", i);
         guarded_free(part, (size_t)(2 * n) * sizeof *part);
         painted_free(states, piece_size(&x, p));
@@ -1945,6 +1948,7 @@ static void swap_parts(struct mix_memory *m, int a, int b)
     F(impossible_parts_by_bytes, TL_EINVAL, x->n_parts = INT64_C(1) << 60, "parts",                \
       INT64_C(1) << 60, NO, NO)                                                                    \
     F(negative_rows, TL_EINVAL, x->n_rows = -1, "n_rows", -1, NO, NO)                              \
+    F(negative_tokens, TL_EINVAL, x->n_rows = -MIX_H, "n_rows", -MIX_H, NO, NO)                    \
     F(fewest_rows, TL_EINVAL, x->n_rows = INT64_MIN, "n_rows", INT64_MIN, NO, NO)                  \
     F(no_heads, TL_EINVAL, x->H = 0, "H", 0, NO, NO)                                               \
     F(negative_heads, TL_EINVAL, x->H = -3, "H", -3, NO, NO)                                       \

@@ -872,6 +872,7 @@ FAULT(o_is_q, x->f.o = x->all + AT_Q)
 FAULT(o_meets_q, x->f.o = x->all + flash_rows(&x->f) * BAD_D - 1)
 FAULT(o_is_k, x->f.o = x->all + AT_K)
 FAULT(o_is_v, x->f.o = x->all + AT_V)
+FAULT(o_begins_in_v, x->f.o = x->all + AT_O - 1; x->f.lse = NULL)
 FAULT(o_meets_lse, x->f.lse = x->f.o + flash_rows(&x->f) * BAD_D - 1)
 FAULT(lse_in_q, x->f.lse = x->all + AT_Q + 3)
 FAULT(lse_in_k, x->f.lse = x->all + AT_K + 3)
@@ -916,6 +917,7 @@ static const struct fault {
     F(o_meets_q, 25, TL_EINVAL, o_meets_q, UNSAID),
     F(o_is_k, 25, TL_EINVAL, o_is_k, UNSAID),
     F(o_is_v, 25, TL_EINVAL, o_is_v, UNSAID),
+    F(o_begins_in_v, 25, TL_EINVAL, o_begins_in_v, UNSAID),
     F(o_meets_lse, 25, TL_EINVAL, o_meets_lse, UNSAID),
     F(lse_in_q, 25, TL_EINVAL, lse_in_q, UNSAID),
     F(lse_in_k, 25, TL_EINVAL, lse_in_k, UNSAID),

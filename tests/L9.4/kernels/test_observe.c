@@ -374,6 +374,103 @@ TEST(splits_side_by_side_and_their_merge_are_traced)
     traced_free(t);
 }
 
+/* The merges of a call on so many threads, with a workspace, where steps are small below step_ns. */
+static int64_t merges_of(const int32_t *ctx, int threads, int64_t step_ns)
+{
+    struct traced *t = must_alloc(sizeof *t);
+    int64_t n = 0;
+    memset(t, 0, sizeof *t);
+    traced_make(t, ctx, 0, threads);
+    t->args.workspace_bytes = tl_paged_attn_workspace(&t->args);
+    t->args.workspace = must_alloc(t->args.workspace_bytes);
+    tl_small_step_ns = step_ns;
+    traced_run(t);
+    tl_small_step_ns = 0;
+    for (int64_t i = 0; i < t->trace.n; i++)
+        n += t->events[i].what == TL_TRACE_MERGE;
+    free(t->args.workspace);
+    traced_free(t);
+    return n;
+}
+
+/* Eight units are few for three threads, and enough for two; one split is not worked on side by
+ * side. */
+TEST(splits_go_side_by_side_only_where_it_helps)
+{
+    static const int32_t one_split[B] = {700, 1024, 3, 900}, two_splits[B] = {700, 1025, 3, 900};
+    CHECK(merges_of(two_splits, 3, 0) > 0, "few units");
+    CHECK(merges_of(two_splits, 2, 0) == 0, "enough units");
+    CHECK(merges_of(one_split, 3, 0) == 0, "one split");
+}
+
+/* The two rows of a sequence read ctx positions, one of them one less, of K and
+ * V, 16 elements wide, for 2 KV heads, and multiply them for 4 heads: at 4 and 20 elements a
+ * nanosecond. */
+TEST(a_step_wakes_workers_from_the_time_that_is_worth_it)
+{
+    double ns = 0;
+    for (int s = 0; s < B; s++)
+        ns += (ragged[s] - 0.5) * D * (HKV / 4.0 + ROWS_EACH * H / 20.0);
+    for (int64_t step = (int64_t)ns - 1; step <= (int64_t)ns + 1; step++)
+        CHECK((merges_of(ragged, 3, step) > 0) == ((double)step <= ns),
+              "%g ns, worth it from %lld on", ns, (long long)step);
+}
+
+/* The last rows of a prompt see the most. */
+TEST(the_last_chunk_of_a_prompt_is_begun_first)
+{
+    enum { PROMPT = 4 * 32 + 3 };
+    const tl_kv_cfg cfg = {10, BLOCK, 1, 1, D, TL_F16, TL_KV_FORMAT_V1};
+    tl_kv_pool *kv = make_pool(&cfg);
+    tl_kv_view view = {.size = sizeof view};
+    CHECK_STATUS(tl_kv_pool_view(kv, 0, &view), TL_OK);
+    const uint32_t table[10] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9};
+    const int32_t cu[] = {0, PROMPT}, ctx[] = {PROMPT + 9};
+    float *q = floats(PROMPT * D), *out = floats(PROMPT * D);
+    tl_trace_event events[8];
+    tl_trace trace = {events, 8, 0};
+    const tl_paged_attn_args args = {.size = sizeof args,
+                                     .view = &view,
+                                     .q = q,
+                                     .out = out,
+                                     .q_token_stride = D,
+                                     .q_head_stride = D,
+                                     .out_token_stride = D,
+                                     .out_head_stride = D,
+                                     .B = 1,
+                                     .H = 1,
+                                     .cu_seqlens_q = cu,
+                                     .ctx_lens = ctx,
+                                     .block_tables = table,
+                                     .table_stride = 10,
+                                     .scale = 1,
+                                     .trace = &trace};
+    CHECK_STATUS(tl_paged_attn_f32(&args), TL_OK);
+    CHECK(trace.n == 5, "%lld events", (long long)trace.n);
+    for (int i = 0; i < 5; i++)
+        CHECK(events[i].first_token == 32 * (4 - i) && events[i].n_tokens == (i ? 32 : 3),
+              "event %d: tokens %lld, %lld of them", i, (long long)events[i].first_token,
+              (long long)events[i].n_tokens);
+    free(q), free(out);
+    tl_kv_pool_destroy(kv);
+}
+
+/* Sooner or later another thread than the calling one gets a unit. */
+TEST(events_name_the_worker_that_made_them)
+{
+    struct traced *t = must_alloc(sizeof *t);
+    bool is_another = false;
+    memset(t, 0, sizeof *t);
+    traced_make(t, ragged, 0, 3);
+    for (int run = 0; run < 2000 && !is_another; run++) {
+        traced_run(t);
+        for (int64_t i = 0; i < t->trace.n; i++)
+            is_another |= t->events[i].worker > 0;
+    }
+    CHECK(is_another, "every event is of worker 0");
+    traced_free(t);
+}
+
 TEST(events_past_the_capacity_are_counted_and_not_written)
 {
     struct traced *t = must_alloc(sizeof *t);

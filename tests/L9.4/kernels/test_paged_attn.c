@@ -937,6 +937,9 @@ TEST(a_step_is_shared_when_it_costs_more_than_waking_a_thread)
     CHECK(tl_worth_waking(tl_attn_ns(1e15, 1e3, 1e3)), "sharing");
     tl_small_step_ns = 0;
     CHECK(tl_worth_waking(tl_attn_ns(1, 1, 1)), "sharing");
+    /* what is read, and what is multiplied */
+    CHECK(tl_attn_ns(40, 3, 0) == 30 && tl_attn_ns(40, 0, 3) == 6, "%g, %g", tl_attn_ns(40, 3, 0),
+          tl_attn_ns(40, 0, 3));
 }
 
 /* The same values in blocks of other sizes, and at addresses that are no multiple of anything but

@@ -2307,7 +2307,8 @@ TEST(bytes_of_workspace_that_cannot_be_said)
     struct bad_memory *m = guarded(sizeof *m);
     tl_pool *tp = make_threads(2);
     struct bad x;
-    for (int i = 0; i < 10; i++) {
+    const uint64_t floats_each = BAD_WORK / BAD_LSE; /* of a row */
+    for (int i = 0; i < 13; i++) {
         bad_fresh(&x, m, tp);
         tl_paged_attn_args *a = &x.args;
         if (i == 0)
@@ -2328,6 +2329,12 @@ TEST(bytes_of_workspace_that_cannot_be_said)
             a->B = INT64_MAX, a->cu_seqlens_q = NULL;
         else if (i == 8)
             a->size += 8;
+        else if (i == 10) /* rows, their floats and their bytes that wrap to a few */
+            a->H = (int64_t)(UINT64_MAX / BAD_ROWS + 1);
+        else if (i == 11)
+            a->H = (int64_t)(UINT64_MAX / (BAD_ROWS * floats_each) + 1);
+        else if (i == 12)
+            a->H = (int64_t)(UINT64_MAX / (BAD_ROWS * floats_each * sizeof(float)) + 1);
         tl_set_last_error("no message was set");
         CHECK(tl_paged_attn_workspace(i == 9 ? NULL : a) == 0 &&
                   error_names("tl_paged_attn_workspace"),
@@ -2540,7 +2547,8 @@ TEST(arrays_that_wrap_the_address_space)
 {
     float *const end = (float *)(UINTPTR_MAX - 15), *const begin = (float *)16;
     struct two *x = guarded(sizeof *x);
-    for (int i = 0; i < 7; i++) {
+    tl_trace trace = {(tl_trace_event *)(UINTPTR_MAX - 15), 1, 9};
+    for (int i = 0; i < 12; i++) {
         two_fresh(x);
         tl_paged_attn_args *a = &x->args;
         if (i == 0)
@@ -2555,6 +2563,16 @@ TEST(arrays_that_wrap_the_address_space)
             a->out = begin, a->out_token_stride = -8;
         else if (i == 5)
             a->out = begin, a->out_head_stride = -8, a->out_token_stride = 2;
+        else if (i == 6)
+            a->lse = (float *)(UINTPTR_MAX - 7);
+        else if (i == 7)
+            a->ctx_lens = (int32_t *)(UINTPTR_MAX - 3);
+        else if (i == 8)
+            a->cu_seqlens_q = (int32_t *)(UINTPTR_MAX - 7);
+        else if (i == 9)
+            a->block_tables = (uint32_t *)(UINTPTR_MAX - 3);
+        else if (i == 10)
+            a->trace = &trace;
         else
             x->view.k = end;
         const tl_status got = tl_paged_attn_f32(a);

@@ -76,11 +76,12 @@ static void waves_free(struct waves_case *w)
 TEST(a_workspace_changes_no_bit)
 {
     static const int32_t ctx[][3] = {{9400, 5, 40},      {1, 1025, 9000}, {1024, 1023, 8193},
-                                     {3000, 3000, 3000}, {9217, 0, 12},   {3540, 5, 40}};
+                                     {3000, 3000, 3000}, {9217, 0, 12},   {5000, 9, 2100},
+                                     {3540, 5, 40}};
     /* the last: the rows of one sequence begin in two splits */
-    static const int32_t rows[][3] = {{1, 1, 1},  {1, 3, 2}, {7, 0, 1},
-                                      {40, 1, 1}, {1, 0, 1}, {40, 0, 0}};
-    for (int i = 0; i < 6; i++)
+    static const int32_t rows[][3] = {{1, 1, 1},  {1, 3, 2}, {7, 0, 1}, {40, 1, 1},
+                                      {1, 0, 1}, {1, 1, 1}, {40, 0, 0}};
+    for (int i = 0; i < 7; i++)
         for (int options = 0; options < 4; options++) {
             struct waves_case w;
             waves_make(&w, ctx[i], rows[i], 900 + (uint64_t)i);
