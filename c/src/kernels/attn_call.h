@@ -66,6 +66,11 @@ struct range {
     int64_t lo, hi;
 };
 
+static inline int64_t attn_length(struct range range)
+{
+    return range.lo < range.hi ? range.hi - range.lo : 0;
+}
+
 /* ---- a sequence ---- */
 
 /* The first token of sequence seq, and of the one behind it. */

@@ -106,12 +106,14 @@ static tl_status check_states_size(const struct attn_call *c)
 
 static tl_status check_sizes(const struct attn_call *c, struct spans *s)
 {
-    const int64_t rows = c->total_q > 0 ? c->total_q * c->H : 0;
+    const int64_t n = c->total_q > 0 ? c->total_q : 0;
     s->n = 0;
     TL_TRY(check_states_size(c));
+    if (!tl_fits_memory(sizeof(float), 3, (int64_t[]){n, c->H, c->kv.v.dim}))
+        return fail_rows(c, c->out_name, c->kv.v.dim, c->out_at, "does not fit in memory");
     TL_TRY(add_rows(c, s, c->out_name, c->out, row_floats(c), c->out_at));
     TL_TRY(check_apart(c, row_floats(c)));
-    add_span(s, tl_span("lse", c->lse, sizeof(float), rows));
+    add_span(s, tl_span("lse", c->lse, sizeof(float), n * c->H));
     add_span(s, tl_span("workspace", c->workspace, 1, (int64_t)c->workspace_bytes));
     add_span(s, tl_span("trace", c->trace ? c->trace->events : NULL, sizeof(tl_trace_event),
                         c->trace ? c->trace->capacity : 0));

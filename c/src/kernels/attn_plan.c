@@ -106,7 +106,7 @@ static int64_t item_length(const struct attn_call *c, const struct attn_plan *pl
     int64_t longest = 0;
     for (int i = item->first; i >= 0; i = plan->next[i]) {
         const struct range seen = attn_seen_by_all(c, plan->first_seq + i);
-        longest = max64(longest, seen.hi - seen.lo);
+        longest = max64(longest, attn_length(seen));
     }
     return longest;
 }
@@ -115,7 +115,7 @@ static double sequence_ns(const struct attn_call *c, int64_t seq, int64_t n_chun
 {
     const int64_t n = attn_q_len(c, seq);
     const struct range first = seen_by_first(c, seq), all = attn_seen_by_all(c, seq);
-    const double keys = (double)(first.hi - first.lo + all.hi - all.lo) / 2;
+    const double keys = (double)attn_length(first) / 2 + (double)attn_length(all) / 2;
     const double elements = keys * (double)(c->kv.k.dim + c->kv.v.dim) / 2;
     return tl_attn_ns(elements, (double)(n_chunks * c->kv.n_kv_heads), (double)(n * c->H));
 }

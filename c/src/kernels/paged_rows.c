@@ -161,7 +161,8 @@ static tl_status read_range(const tl_paged_attn_args *a, int64_t first_split, in
 static struct row_strides strides_of_states(const struct attn_call *c)
 {
     int64_t row, token;
-    if (__builtin_mul_overflow(c->n_splits / c->span_splits, attn_state_floats(c), &row) ||
+    if (c->kv.v.dim > TL_MAX_HEAD_DIM ||
+        __builtin_mul_overflow(c->n_splits / c->span_splits, attn_state_floats(c), &row) ||
         __builtin_mul_overflow(row, c->H, &token))
         return (struct row_strides){0};
     return (struct row_strides){0, token, row};

@@ -223,11 +223,11 @@ TEST(nobody_enters_a_closed_gate)
     CHECK_STATUS(tl_pool_create(1, &pool), TL_OK);
     const bool closed = enter_gate(pool, &seen), nobody = is_empty(pool);
     const uint64_t first = seen;
-    atomic_fetch_add(&pool->gate, GATE_JOB + GATE_OPEN);
+    atomic_fetch_add(&pool->gate, GATE_LOOP + GATE_OPEN);
     const bool open = enter_gate(pool, &seen), somebody = !is_empty(pool);
     tl_pool_destroy(pool);
     CHECK(!closed && nobody && first == 0, "a closed gate was entered");
-    CHECK(open && somebody && seen == GATE_JOB, "an open gate was not entered");
+    CHECK(open && somebody && seen == GATE_LOOP, "an open gate was not entered");
 }
 
 /* ---- fork ---- */
