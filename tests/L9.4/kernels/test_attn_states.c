@@ -1480,6 +1480,22 @@ TEST(an_empty_state_takes_no_part)
             }
 }
 
+/* A NaN in a state may have any bits; in what becomes of it there is one. */
+TEST(a_nan_of_any_bits_merges_to_the_one)
+{
+    const uint32_t nans[] = {0x7FC01234, 0xFFC00001, 0x7F800001, 0xFFFFFFFF};
+    for (int i = 0; i < 4; i++)
+        for (int at = 0; at < 3; at++) {
+            float states[] = {1, 2, 3}, out = 0, lse = 0;
+            states[at] = float_of(nans[i]);
+            const tl_attn_part part = {states, 0, 1, 0};
+            CHECK_STATUS(tl_attn_merge_f32(&part, 1, 1, 1, 1, NULL, &out, &lse, NULL), TL_OK);
+            CHECK_BITS(at == 0 ? lse : out, float_of(TL_NAN_BITS), "float %d is %08x", at, nans[i]);
+            CHECK_BITS(at == 1 ? lse : out, at == 0 ? out : float_of(TL_NAN_BITS),
+                       "float %d is %08x", at, nans[i]);
+        }
+}
+
 /* Nothing in any split: out = +0 and lse = -inf; with a sink, lse is the sink, and a sink of NaN or
  * +inf is NaN. */
 TEST(rows_of_empty_states)

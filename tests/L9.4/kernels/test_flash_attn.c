@@ -127,6 +127,9 @@ TEST(tiles_wholly_before_the_window)
 TEST(rows_that_see_no_key)
 {
     check_means(4, 4, 0, 1, 1, (const double[]){0, 1, 2, 3}, (const int64_t[]){1, 1, 1, 1});
+    for (int causal = -2; causal <= 2; causal++) /* any but 0 */
+        check_means(2, 2, 0, causal, 0, (const double[]){causal ? 0 : 0.5, 0.5},
+                    (const int64_t[]){causal ? 1 : 2, 2});
     check_means(4, 2, 0, 1, 1, (const double[]){0, 1, 0, 0}, (const int64_t[]){1, 1, 0, 0});
     check_means(4, 2, 0, 1, 2, (const double[]){0, 0.5, 1, 0}, (const int64_t[]){1, 2, 1, 0});
     check_means(4, 2, 0, 1, 0, (const double[]){0, 0.5, 0.5, 0.5}, (const int64_t[]){1, 2, 2, 2});
@@ -711,6 +714,29 @@ TEST(the_arena_is_left_at_its_mark)
     }
 }
 
+/* With a pool there is nothing to take and nothing to ask for. */
+TEST(a_pool_brings_its_own_scratch)
+{
+    tl_pool *tp = make_threads(2);
+    for (size_t i = 0; i < N_SCRATCH; i++) {
+        struct flash f = scratch_case(i);
+        tl_arena_stats stats;
+        struct hook refuse;
+        CHECK_STATUS(tl_arena_create(64, &f.scratch), TL_OK);
+        f.tp = tp;
+        hook_install(&refuse, 1);
+        const tl_status got = flash_call(&f);
+        hook_remove();
+        tl_arena_stats_get(f.scratch, &stats);
+        CHECK(got == TL_OK && refuse.calls == 0 && stats.high_water == 0,
+              "case %zu: %s, %ld requests, %zu bytes", i, tl_status_str(got), refuse.calls,
+              stats.high_water);
+        tl_arena_destroy(f.scratch);
+        flash_free(&f);
+    }
+    tl_pool_destroy(tp);
+}
+
 static size_t high_water(int64_t H, int64_t Tq, int64_t Tk, int64_t D, tl_pool *tp)
 {
     struct flash f = flash_make(1, H, 1, Tq, Tk, D, 111);
@@ -851,6 +877,7 @@ static tl_status bad_run(const struct bad *x)
 FAULT(negative_B, x->f.B = -1)
 FAULT(negative_H, x->f.H = -4)
 FAULT(negative_Hkv, x->f.Hkv = -2)
+FAULT(negative_Hkv_of_no_heads, x->f.Hkv = -2; x->f.H = 0)
 FAULT(no_Hkv, x->f.Hkv = 0)
 FAULT(negative_Tq, x->f.Tq = INT64_MIN)
 FAULT(negative_Tk, x->f.Tk = -6)
@@ -863,6 +890,7 @@ FAULT(impossible_B, x->f.B = INT64_MAX)
 FAULT(impossible_H, x->f.H = INT64_MAX - 1)
 FAULT(impossible_Tq, x->f.Tq = INT64_MAX - 3)
 FAULT(impossible_Tk, x->f.Tk = INT64_MAX)
+FAULT(impossible_lse, x->f.D = 0; x->f.B = INT64_C(1) << 40; x->f.Tq = INT64_C(1) << 30)
 FAULT(impossible_D, x->f.D = INT64_C(1) << 60)
 FAULT(null_q, x->f.q = NULL)
 FAULT(null_k, x->f.k = NULL)
@@ -896,6 +924,7 @@ static const struct fault {
     F(negative_B, 0, TL_EINVAL, negative_B, -1),
     F(negative_H, 0, TL_EINVAL, negative_H, -4),
     F(negative_Hkv, 0, TL_EINVAL, negative_Hkv, -2),
+    F(negative_Hkv_of_no_heads, 0, TL_EINVAL, negative_Hkv_of_no_heads, -2),
     F(no_Hkv, 0, TL_EINVAL, no_Hkv, 0),
     F(negative_Tq, 0, TL_EINVAL, negative_Tq, INT64_MIN),
     F(negative_Tk, 0, TL_EINVAL, negative_Tk, -6),
@@ -908,6 +937,7 @@ static const struct fault {
     F(impossible_H, 0, TL_EINVAL, impossible_H, INT64_MAX - 1),
     F(impossible_Tq, 0, TL_EINVAL, impossible_Tq, INT64_MAX - 3),
     F(impossible_Tk, 0, TL_EINVAL, impossible_Tk, INT64_MAX),
+    F(impossible_lse, 0, TL_EINVAL, impossible_lse, INT64_C(1) << 40),
     F(impossible_D, 0, TL_EINVAL, impossible_D, INT64_C(1) << 60),
     F(null_q, 0, TL_EINVAL, null_q, UNSAID),
     F(null_k, 0, TL_EINVAL, null_k, UNSAID),

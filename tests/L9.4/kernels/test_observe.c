@@ -374,7 +374,7 @@ TEST(splits_side_by_side_and_their_merge_are_traced)
     traced_free(t);
 }
 
-/* The merges of a call on so many threads, with a workspace, where steps are small below step_ns. */
+/* The merges of a call on so many threads with a workspace; below step_ns a step is small. */
 static int64_t merges_of(const int32_t *ctx, int threads, int64_t step_ns)
 {
     struct traced *t = must_alloc(sizeof *t);
@@ -453,6 +453,22 @@ TEST(the_last_chunk_of_a_prompt_is_begun_first)
               (long long)events[i].n_tokens);
     free(q), free(out);
     tl_kv_pool_destroy(kv);
+}
+
+/* Work takes time, and what is begun behind it by the same thread is begun later. */
+TEST(events_end_when_their_work_does)
+{
+    struct traced *t = must_alloc(sizeof *t);
+    memset(t, 0, sizeof *t);
+    traced_make(t, ragged, 0, 1);
+    traced_run(t);
+    for (int64_t i = 0; i < t->trace.n; i++)
+        CHECK(t->events[i].n_splits < 2 || t->events[i].end_ns > t->events[i].begin_ns,
+              "event %lld took no time", (long long)i);
+    for (int64_t i = 1; i < t->trace.n; i++)
+        CHECK(t->events[i].begin_ns >= t->events[i - 1].end_ns, "event %lld begins too early",
+              (long long)i);
+    traced_free(t);
 }
 
 /* Sooner or later another thread than the calling one gets a unit. */

@@ -1055,6 +1055,7 @@ FAULT(other_Hkv, x->call.Hkv = 1)
 FAULT(Hkv_zero, x->call.Hkv = 0)
 FAULT(Hkv_negative, x->call.Hkv = -2)
 FAULT(Hkv_past_32_bits, x->call.Hkv = BAD_HKV + (INT64_C(1) << 32))
+FAULT(H_and_Hkv_past_32_bits, x->call.H = 2 * (x->call.Hkv = BAD_HKV + (INT64_C(1) << 32)))
 FAULT(other_D, x->call.D = BAD_D + 1)
 FAULT(D_zero, x->call.D = 0)
 FAULT(D_past_32_bits, x->call.D = BAD_D + (INT64_C(1) << 32))
@@ -1104,6 +1105,8 @@ static const struct fault {
     F(Hkv_zero, 20, TL_ESHAPE, Hkv_zero, {0, BAD_HKV, -1}),
     F(Hkv_negative, 20, TL_ESHAPE, Hkv_negative, {-2, BAD_HKV, -1}),
     F(Hkv_past_32_bits, 20, TL_ESHAPE, Hkv_past_32_bits, {BAD_HKV + (INT64_C(1) << 32), -1, -1}),
+    F(H_and_Hkv_past_32_bits, 20, TL_ESHAPE, H_and_Hkv_past_32_bits,
+      {BAD_HKV + (INT64_C(1) << 32), BAD_HKV, -1}),
     F(other_D, 20, TL_ESHAPE, other_D, {BAD_D + 1, BAD_D, -1}),
     F(D_zero, 20, TL_ESHAPE, D_zero, {0, BAD_D, -1}),
     F(D_past_32_bits, 20, TL_ESHAPE, D_past_32_bits, {BAD_D + (INT64_C(1) << 32), -1, -1}),
@@ -1312,6 +1315,9 @@ TEST(an_empty_batch_reads_and_writes_nothing)
                      TL_OK);
     CHECK_STATUS(tl_paged_attn_decode_f32(edge, kv, 0, edge, 1, edge, out, 0, 3, 2, 3, 1, 0, NULL),
                  TL_ESHAPE);
+    CHECK_STATUS(tl_paged_attn_decode_f32(edge, kv, 0, edge, 1, edge, out, 0, INT64_C(1) << 61, 2,
+                                          3, 1, 0, NULL),
+                 TL_EINVAL); /* a row of q that no memory holds */
     CHECK_STATUS(tl_paged_attn_decode_f32(edge, kv, 1, edge, 1, edge, out, 0, 4, 2, 3, 1, 0, NULL),
                  TL_EINVAL);
     CHECK_STATUS(tl_paged_attn_decode_f32(NULL, kv, 0, edge, 1, edge, out, 0, 4, 2, 3, 1, 0, NULL),

@@ -98,11 +98,8 @@ TEST(a_workspace_changes_no_bit)
                 tl_pool *tp = make_threads(threads);
                 w.args.tp = tp;
                 w.args.workspace_bytes = tl_paged_attn_workspace(&w.args);
-                const size_t formula =
-                    threads == 1
-                        ? 0
-                        : 4 * (size_t)n *
-                              ((TL_ATTN_WAVE_SPLITS * (size_t)threads + 1) * (2 + D) + 2);
+                const size_t states = TL_ATTN_WAVE_SPLITS * (size_t)threads + 1,
+                             formula = threads == 1 ? 0 : 4 * (size_t)n * (states * (2 + D) + 2);
                 CHECK(w.args.workspace_bytes == formula, "%zu bytes, %zu by the header",
                       w.args.workspace_bytes, formula);
                 const size_t room = w.args.workspace_bytes ? w.args.workspace_bytes : 4;
