@@ -1765,6 +1765,10 @@ static tl_status bad_call(const void *bad)
     F(v_scale_of_f32, TL_EINVAL, V.v_scale = M->q, "scale", NO, NO, NO)                            \
     F(impossible_states, TL_EINVAL, M->cu[4] = INT32_MAX;                                          \
       x->n = INT64_C(1) << 40, "states", INT64_C(1) << 40, INT32_MAX, NO)                          \
+    F(first_past_all_positions, TL_EINVAL, x->first = INT64_MAX / TL_ATTN_SPLIT, "split",          \
+      INT64_MAX / TL_ATTN_SPLIT, BAD_N, NO)                                                        \
+    F(impossible_strides_of_states, TL_EINVAL, A.H = 4096;                                         \
+      x->n = INT64_C(1) << 52, "states", 4096, INT64_C(1) << 52, NO)                               \
     F(foreign_isa, TL_EUNSUPPORTED, (void)x; tl_kernels_select("abacus"), "abacus", NO, NO, NO)    \
     F(cu_begins_at_1, TL_EINVAL, M->cu[0] = 1, "cu_seqlens_q", 1, NO, NO)                          \
     F(s0_ctx_below_rows, TL_EINVAL, M->ctx[0] = 2, "ctx_len", 0, 2, 3)                             \

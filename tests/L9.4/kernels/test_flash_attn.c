@@ -614,6 +614,7 @@ TEST(empty_calls_need_no_tensors)
                                          {2, 0, 0, 3, 5, 8},
                                          {2, 4, 2, 0, 5, 8},
                                          {0, 0, 0, 0, 0, 0},
+                                         {INT64_MAX, INT64_MAX, 1, 0, 0, 8},
                                          {2, 4, 2, 0, 0, 0}};
     for (size_t i = 0; i < sizeof empties / sizeof *empties; i++) {
         const int64_t *e = empties[i];

@@ -815,6 +815,7 @@ TEST(bad_arguments_are_refused_and_named)
          "v_token_stride 1152921504606846975"},
         {3, x, x, TL_F32, {8, 8, INT64_MIN, 4}, TL_EINVAL, "k_head_stride -9223372036854775808"},
         {3, x, x, TL_F32, {8, 8, 4, INT64_MAX / 4}, TL_EINVAL, "v_head_stride 2305843009213693951"},
+        {3, (const void *)16, x, TL_F32, {-8, 8, 4, 4}, TL_EINVAL, "k_token_stride -8"},
         {3, x, x, TL_F16, {8, 8, 4, INT64_MAX / 2}, TL_EINVAL, "v_head_stride 4611686018427387903"},
     };
     for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {

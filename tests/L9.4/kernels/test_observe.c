@@ -114,7 +114,7 @@ TEST(reading_badly_is_refused)
     uint64_t word = 5;
     read_make(&c, 16, 0, 3);
     const tl_kv_view sound = c.view;
-    const tl_kv_view no_k = {.v = sound.v};
+    const tl_kv_view no_k = {.v = sound.v}, no_v = {.k = sound.k};
     const tl_kv_view odd = {.size = sizeof odd, .k = sound.k, .v = sound.v, .dtype = TL_I8};
     CHECK_STATUS(tl_kv_read(&sound, c.tables, 5, c.ctx, 0, 0, NULL, &word), TL_OK);
     CHECK(word == 0, "%llx of nothing", (unsigned long long)word);
@@ -128,6 +128,7 @@ TEST(reading_badly_is_refused)
         const char *word;
     } bad[] = {{NULL, c.tables, 5, c.ctx, 3, "view is NULL"},
                {&no_k, c.tables, 5, c.ctx, 3, "view: k is NULL"},
+               {&no_v, c.tables, 5, c.ctx, 3, "view: v is NULL"},
                {&odd, c.tables, 5, c.ctx, 3, "dtype"},
                {&sound, NULL, 5, c.ctx, 3, "block_tables is NULL"},
                {&sound, c.tables, 5, NULL, 3, "ctx_lens is NULL"},
@@ -146,6 +147,13 @@ TEST(reading_badly_is_refused)
         CHECK(strstr(tl_last_error(), bad[i].word) && word == 5, "case %zu: %s", i,
               tl_last_error());
     }
+    /* more units than can be numbered; without blocks a view may say any number of heads */
+    tl_kv_view heads = sound;
+    heads.n_blocks = 0, heads.n_kv_heads = INT64_C(1) << 62;
+    CHECK_STATUS(tl_kv_read(&heads, c.tables, 1, (const int32_t[4]){0}, 4, 0, NULL, &word),
+                 TL_EINVAL);
+    CHECK(strstr(tl_last_error(), "B = 4 with 4611686018427387904 KV heads") && word == 5, "%s",
+          tl_last_error());
     /* behind the window */
     CHECK_STATUS(tl_kv_read(&sound, (const uint32_t[]){9, 9, 1}, 3, (const int32_t[]){13}, 1, 1,
                             NULL, &word),

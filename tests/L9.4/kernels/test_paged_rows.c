@@ -1761,6 +1761,8 @@ TEST(a_call_of_no_rows_is_in_order)
     rows_run(&r, tp);
     r.view->n_blocks = 0;
     rows_run(&r, NULL);
+    r.args->q_token_stride = r.args->out_token_stride = INT64_MAX; /* never stepped along */
+    rows_run(&r, NULL);
     CHECK(rim_intact(r.out) && rim_intact(r.lse), "something was written");
     tl_pool_destroy(tp);
     rows_free(&r);
@@ -2101,6 +2103,8 @@ static tl_status bad_run(const struct bad *x)
       "tables", INT64_C(1) << 60, NO, NO)                                                          \
     F(impossible_q_token_stride, 30, TL_EINVAL, A.q_token_stride = INT64_MAX, "q", INT64_MAX, NO,  \
       NO)                                                                                          \
+    F(impossible_q_way, 30, TL_EINVAL, A.q_token_stride = (int64_t)(UINT64_MAX / 5 + 1), "q",      \
+      UINT64_MAX / 5 + 1, NO, NO)                                                                  \
     F(impossible_q_head_stride, 30, TL_EINVAL, A.q_head_stride = INT64_C(1) << 61, "q",            \
       INT64_C(1) << 61, NO, NO)                                                                    \
     F(impossible_out_token_stride, 30, TL_EINVAL, A.out_token_stride = INT64_C(1) << 61, "out",    \
@@ -2548,7 +2552,7 @@ TEST(arrays_that_wrap_the_address_space)
     float *const end = (float *)(UINTPTR_MAX - 15), *const begin = (float *)16;
     struct two *x = guarded(sizeof *x);
     tl_trace trace = {(tl_trace_event *)(UINTPTR_MAX - 15), 1, 9};
-    for (int i = 0; i < 12; i++) {
+    for (int i = 0; i < 13; i++) {
         two_fresh(x);
         tl_paged_attn_args *a = &x->args;
         if (i == 0)
@@ -2573,6 +2577,9 @@ TEST(arrays_that_wrap_the_address_space)
             a->block_tables = (uint32_t *)(UINTPTR_MAX - 3);
         else if (i == 10)
             a->trace = &trace;
+        else if (i == 11) /* all of it can be addressed, and is too long */
+            a->q = (float *)(UINTPTR_MAX / 2 + 1), a->q_token_stride = INT64_C(1) << 60,
+            a->q_head_stride = -(INT64_C(1) << 60);
         else
             x->view.k = end;
         const tl_status got = tl_paged_attn_f32(a);
