@@ -525,6 +525,10 @@ TEST(scores_of_minus_infinity_over_a_shared_prefix_change_no_bit)
             const uint32_t id = c->tables[s * c->stride + j / 16];
             slot_row(c->kv, &c->cfg, id, 0, 0, 0, j % 16)[0] = code;
             c->k[s][j * spec.D] = ref_widen(code);
+            if (s == 0 || j < 640 || j >= 672)
+                continue;
+            slot_row(c->kv, &c->cfg, id, 0, 1, 0, j % 16)[0] = 0x7C00; /* has no weight */
+            c->v[s][j * spec.D] = INFINITY;
         }
     for (int64_t h = 0; h < spec.H; h++)
         c->q[(spec.H + h) * spec.D] = -3e38f;
