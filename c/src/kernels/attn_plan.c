@@ -31,6 +31,16 @@ bool tl_worth_waking(double ns)
     return ns >= (double)tl_small_step_ns;
 }
 
+static int64_t min64(int64_t a, int64_t b)
+{
+    return a < b ? a : b;
+}
+
+static int64_t max64(int64_t a, int64_t b)
+{
+    return a > b ? a : b;
+}
+
 /* ---- prefixes that sequences share ---- */
 
 /* What the first row of a sequence sees; the rows behind it see all of it that is not behind their

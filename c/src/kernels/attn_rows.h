@@ -156,16 +156,6 @@ struct attn_job {
     struct attn_work *work;
 };
 
-static inline int64_t min64(int64_t a, int64_t b)
-{
-    return a < b ? a : b;
-}
-
-static inline int64_t max64(int64_t a, int64_t b)
-{
-    return a > b ? a : b;
-}
-
 /* Floats of a row so wide, on whole vectors. */
 static inline int64_t attn_padded(int64_t dim)
 {

@@ -31,6 +31,16 @@ typedef struct attn_work work_t;
         }                            \
     }
 
+V16_INLINE int64_t min64(int64_t a, int64_t b)
+{
+    return a < b ? a : b;
+}
+
+V16_INLINE int64_t max64(int64_t a, int64_t b)
+{
+    return a > b ? a : b;
+}
+
 /* ---- finding tiles ---- */
 
 /* The next tile to be found is the one of position `from` on a path. */
