@@ -164,7 +164,7 @@ static void add_items(const struct attn_call *c, struct attn_plan *plan)
         if (n == 0)
             continue;
         plan->ns += sequence_ns(c, plan->first_seq + i, n_chunks);
-        if (n_chunks > 1 || !join_any(c, plan, i))
+        if (!join_any(c, plan, i))
             plan->item[plan->n_items++] = (struct attn_item){.n_tokens = n,
                                                              .n_chunks = n_chunks,
                                                              .first = i,
@@ -277,20 +277,7 @@ static void do_splits(void *ctx, int64_t lo, int64_t hi, int worker, void *scrat
     }
 }
 
-/* Row i, were all sequences' rows one behind the other. */
-static int64_t sequence_of(const struct attn_call *c, int64_t token)
-{
-    int64_t lo = 0, hi = c->B - 1;
-    while (lo < hi) {
-        const int64_t mid = hi - (hi - lo) / 2;
-        if (attn_first_token(c, mid) <= token)
-            lo = mid;
-        else
-            hi = mid - 1;
-    }
-    return lo;
-}
-
+/* Rows are merged where they lie one token after another, whichever sequence they belong to. */
 static void merge_rows(void *ctx, int64_t lo, int64_t hi, int worker)
 {
     const struct waves *w = ctx;
@@ -298,7 +285,7 @@ static void merge_rows(void *ctx, int64_t lo, int64_t hi, int worker)
     const int64_t begin_ns = trace_now(c->trace), H = c->H, floats = attn_state_floats(c);
     for (int64_t i = lo; i < hi; i++) {
         struct attn_merge merge = {
-            .end = attn_end_of(c, sequence_of(c, i / H), i / H, i % H),
+            .end = attn_end_of(c, 0, i / H, i % H),
             .merged = &w->merged[i],
             .stretch = w->stretch + i * floats,
             .states = w->wave.out + attn_row_at(w->wave.out_at, 0, i / H, i % H),
@@ -331,7 +318,7 @@ static struct range all_splits(const struct attn_call *c)
  * few units to balance by themselves. */
 static bool wants_waves(const struct attn_call *c, const struct attn_plan *plan)
 {
-    if (!c->workspace || c->to_states || c->B > ATTN_PLAN_SEQS ||
+    if (!c->workspace || c->B > ATTN_PLAN_SEQS ||
         plan->n_units >= UNITS_ENOUGH * (int64_t)tl_pool_threads(c->tp))
         return false;
     const struct range splits = all_splits(c);

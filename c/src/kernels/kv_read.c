@@ -101,8 +101,10 @@ tl_status tl_kv_read(const tl_kv_view *view, const uint32_t *block_tables, int64
     TL_TRY(tl_attn_check_arrays(&r.c));
     for (int64_t seq = 0; seq < B; seq++)
         TL_TRY(check_sequence(&r.c, seq));
-    if (__builtin_mul_overflow(B, r.c.kv.n_kv_heads, &n_units))
-        return tl_fail_i64(TL_EINVAL, fn, "B = %lld with %lld KV heads", B, r.c.kv.n_kv_heads);
+    /* of no blocks none is read */
+    const int64_t heads = view->n_blocks > 0 ? r.c.kv.n_kv_heads : 0;
+    if (__builtin_mul_overflow(B, heads, &n_units))
+        return tl_fail_i64(TL_EINVAL, fn, "B = %lld with %lld KV heads", B, heads);
     TL_TRY(tl_pool_run(fn, tp, n_units, 1, read_units, &r));
     *word = r.word;
     return TL_OK;

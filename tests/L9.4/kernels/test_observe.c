@@ -147,13 +147,20 @@ TEST(reading_badly_is_refused)
         CHECK(strstr(tl_last_error(), bad[i].word) && word == 5, "case %zu: %s", i,
               tl_last_error());
     }
-    /* more units than can be numbered; without blocks a view may say any number of heads */
-    tl_kv_view heads = sound;
-    heads.n_blocks = 0, heads.n_kv_heads = INT64_C(1) << 62;
-    CHECK_STATUS(tl_kv_read(&heads, c.tables, 1, (const int32_t[4]){0}, 4, 0, NULL, &word),
+    /* more units than can be numbered */
+    tl_kv_view heads = {.size = sizeof heads, .k = (const void *)64, .v = (const void *)64,
+                        .dtype = TL_F16, .n_blocks = 1, .block_tokens = 1,
+                        .n_kv_heads = INT64_C(1) << 60, .head_dim_k = 1, .head_dim_v = 1,
+                        .k_head_stride = 1, .v_head_stride = 1};
+    CHECK_STATUS(tl_kv_read(&heads, c.tables, 1, (const int32_t[16]){0}, 16, 0, NULL, &word),
                  TL_EINVAL);
-    CHECK(strstr(tl_last_error(), "B = 4 with 4611686018427387904 KV heads") && word == 5, "%s",
+    CHECK(strstr(tl_last_error(), "B = 16 with 1152921504606846976 KV heads") && word == 5, "%s",
           tl_last_error());
+    /* without blocks there may be any number of heads, and none is gone through */
+    heads.n_blocks = 0, heads.n_kv_heads = INT64_MAX;
+    CHECK_STATUS(tl_kv_read(&heads, c.tables, 1, (const int32_t[4]){0}, 4, 0, NULL, &word), TL_OK);
+    CHECK(word == 0, "%llx of nothing", (unsigned long long)word);
+    word = 5;
     /* behind the window */
     CHECK_STATUS(tl_kv_read(&sound, (const uint32_t[]){9, 9, 1}, 3, (const int32_t[]){13}, 1, 1,
                             NULL, &word),
