@@ -347,7 +347,7 @@ class Bench:
         if mutant.is_compiled:
             keep = self.stale_objects(tree, mutant, isa) if isa else []
             make(tree, *keep, f"build/tests/{name}" if name else "build/libtinyllm.so")
-        return run_test(tree, mutant.killer, isa, 15 + 10 * seconds)
+        return run_test(tree, mutant.killer, isa, 8 + 10 * seconds)
 
     def copy(self, tree: Path, mutant: Mutant) -> None:
         """What the mutant needs of the unmutated tree. Files keep their times, by which make sees
