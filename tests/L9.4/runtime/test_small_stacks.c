@@ -9,6 +9,7 @@
 #include <pthread.h>
 #include <stdbool.h>
 #include <sys/wait.h>
+#include <unistd.h>
 
 #include "check.h"
 #include "kernels/attn_plan.h"
@@ -296,6 +297,8 @@ static void free_step(struct step *x)
 static int try_function(const struct function *f, const struct shape *s, bool with_pool)
 {
     size_t bytes = (with_pool ? WITH_POOL : WITHOUT_POOL) * (size_t)WIDER;
+    const long smallest = sysconf(_SC_THREAD_STACK_MIN); /* 128 KiB with glibc on Arm */
+    bytes = smallest > (long)bytes ? (size_t)smallest : bytes;
     tl_pool *tp = NULL;
     tl_small_step_ns = 0; /* wake the workers for any step */
     if (with_pool && tl_pool_create(3, &tp) != TL_OK)
