@@ -31,7 +31,7 @@ endif
 
 ARCH    := $(shell $(CC) -dumpmachine 2>/dev/null | sed 's/-.*//')
 # $(call try,FLAG): FLAG, where the compiler has it.
-try      = $(shell $(CC) -Werror $(1) -x c -c /dev/null -o /dev/null 2>/dev/null && echo '$(1)')
+try      = $(shell $(CC) -Werror -Wno-unused-command-line-argument $(1) -x c -fsyntax-only /dev/null 2>/dev/null && echo '$(1)')
 
 # Uses every CPU, or as many as MAX_JOBS says, unless told otherwise: by -j, by MAKEFLAGS (which make
 # does not show here before its version 4.4), or by the make that runs this one.

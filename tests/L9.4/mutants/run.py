@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Plants each known fault in a copy of the sources; the test its patch names must fail.
 
-    run.py [-j N] [--list] [NAME or PREFIX ...]
+    run.py [-j N] [--list] [--part K/N] [NAME or PREFIX ...]
 
 A mutant is one patch in the folder that is named as the source it changes: c/runtime/pool.c/x.patch
 for c/src/runtime/pool.c, python/errors.py/y.patch for python/tinyllm/errors.py. Above the diff
@@ -388,6 +388,28 @@ def choose(mutants: list[Mutant], wanted: list[str]) -> list[Mutant]:
     return [mutant for mutant in mutants if not wanted or mutant.name.startswith(tuple(wanted))]
 
 
+def part_of(mutants: list[Mutant], part: str) -> list[Mutant]:
+    """Every N-th mutant from the K-th on, of K/N; the others must at least fit their sources."""
+    k, slash, n = part.partition("/")
+    if not (slash and k.isdigit() and n.isdigit() and int(k) < int(n)):
+        raise SystemExit(f"--part is K/N with 0 <= K < N, not {part!r}")
+    return [mutant for i, mutant in enumerate(mutants) if i % int(n) == int(k)]
+
+
+def stale_patches(mutants: list[Mutant]) -> int:
+    """Says which patches no longer fit, without planting them; how many."""
+    stale = 0
+    for mutant in mutants:
+        for hunk in mutant.hunks:
+            source = ROOT / hunk.path
+            text = "\n" + source.read_text(encoding="utf-8") if source.is_file() else ""
+            if text.count("\n" + "".join(line + "\n" for line in hunk.old)) != 1:
+                print(f"  {mutant.name}.patch no longer applies to {hunk.path}")
+                stale += 1
+                break
+    return stale
+
+
 def run_all(mutants: list[Mutant], jobs: int, root: Path) -> list[Result]:
     bench = Bench(root, jobs)
     print(f"building the unmutated tree; {len(mutants)} mutants, {jobs} at a time", flush=True)
@@ -450,10 +472,14 @@ def main() -> int:
     cpus = os.cpu_count() or 1
     parser.add_argument("-j", type=int, default=cpus, metavar="N", help="mutants at a time (CPUs)")
     parser.add_argument("--list", action="store_true", help="print the mutants and stop")
+    parser.add_argument(
+        "--part", default="0/1", metavar="K/N", help="every N-th mutant, from the K-th on"
+    )
     parser.add_argument("names", nargs="*", help="names of mutants, or how they begin (all)")
     args = parser.parse_args()
     patches = sorted(HERE.rglob("*.patch"), key=lambda patch: patch.name)
-    mutants = choose([read_mutant(patch) for patch in patches], args.names)
+    every = choose([read_mutant(patch) for patch in patches], args.names)
+    mutants = part_of(every, args.part)
     if args.list:
         for mutant in mutants:
             print(f"{mutant.name}\n    {mutant.why}\n    killed by {mutant.killer}")
@@ -475,7 +501,7 @@ def main() -> int:
         for r in stale:
             print(f"  {r.mutant.name}.patch {r.how}")
     failed = sum(not r.killed for r in results)
-    amiss = 0 if args.names else report_sources()
+    amiss = 0 if args.names else report_sources() + stale_patches(every)
     print(f"{len(results) - failed} passed, {failed} failed")
     return 1 if failed or amiss or not results else 0
 
