@@ -55,18 +55,19 @@ def test_an_append_copies_nothing_on_the_way(
     with PagedCache(model.config) as cache:
         with torch.no_grad():
             model(torch.tensor(prompts(3)), **{CACHE: cache})
-        attend, write = cache.attend, cache.kv._write
+        blocks = cache.kv._blocks
+        attend, write = cache.attend, blocks.write
 
         def watch(layer: int, query: Any, key: Any, value: Any, *rest: Any) -> Any:
             offered.extend([key.data_ptr(), value.data_ptr()])
             return attend(layer, query, key, value, *rest)
 
-        def note(pool: Any, layer: int, table: Any, begin: int, k: Any, v: Any) -> None:
+        def note(layer: int, table: Any, begin: int, k: Any, v: Any) -> None:
             written.extend([k.ctypes.data, v.ctypes.data])
-            write(pool, layer, table, begin, k, v)
+            write(layer, table, begin, k, v)
 
         monkeypatch.setattr(cache, "attend", watch)
-        monkeypatch.setattr(cache.kv, "_write", note)
+        monkeypatch.setattr(blocks, "write", note)
         with torch.no_grad():
             model(torch.tensor(prompts(n_columns)), **{CACHE: cache})
     assert len(offered) == 2 * 4 and written == offered

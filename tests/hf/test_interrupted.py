@@ -622,8 +622,10 @@ def test_threads_that_collide_at_random_corrupt_nothing(model: Any, undisturbed:
     finally:
         sys.setswitchinterval(old)
     assert told
+    # the forward itself, or its mask or its keys, which the other one changed under it
+    named = ("another forward began", "attention_mask", "keys end at")
     for message in told:
-        assert "another forward began" in message or "attention_mask" in message
+        assert any(words in message for words in named), message
 
 
 # --- copies and beams
