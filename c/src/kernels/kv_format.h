@@ -39,19 +39,9 @@ static inline int64_t kv_row_bytes(tl_dtype dtype, int64_t dim)
     return dim * kv_elem_bytes(dtype);
 }
 
-/* Widening, for files that are compiled once per instruction set: sixteen elements from d on, the
- * first n of them, or one register's, of the row at `row`. */
+/* Widening, for files that are compiled once per instruction set: from element d on of the row at
+ * `row`, the first n of sixteen, one register's, or the first n of one register's. */
 #ifdef TL_VEC_H
-#define FORMAT(name, type, suffix) \
-    if (dtype == name)             \
-        return v16_load##suffix((const type *)row + d);
-V16_INLINE v16 kv_load(const void *row, int64_t d, tl_dtype dtype)
-{
-    KV_FORMATS(FORMAT)
-    __builtin_unreachable();
-}
-#undef FORMAT
-
 #define FORMAT(name, type, suffix) \
     if (dtype == name)             \
         return v16_load##suffix##_n((const type *)row + d, n);
