@@ -2,11 +2,22 @@
 /* kv_pool.h: a pool of fixed-size blocks that hold the K and V of a paged cache, counted by
  * reference.
  *
- * A block holds K and V (f16) of b = block_tokens positions for every layer and KV head,
+ * A block holds K and V of b = block_tokens positions for every layer and KV head,
  *
- *     [n_layers][2][n_kv_heads][b][head_dim]          second axis: 0 K, 1 V
+ *     [n_layers][2][n_kv_heads] strips                second axis: 0 K, 1 V
  *
- * and is in exactly one state, so that free + used + cached == n_blocks always:
+ * A strip is [b][head_dim] elements of the pool's dtype. In the formats of eight bits it goes on:
+ * zeros up to a multiple of 4 bytes, then [b] f32 scales, one for each position; a value is scale *
+ * element. An entry is stored once and never scaled anew, so blocks can be shared in every format:
+ *
+ *     format                dtype        bytes of a row   a value is
+ *     TL_KV_FORMAT_F16      TL_F16       2 D              rounded to nearest even
+ *     TL_KV_FORMAT_E4M3     TL_F8_E4M3   D + 4            as tl_store_e4m3_f32 stores its row
+ *     TL_KV_FORMAT_I8       TL_I8        D + 4            as tl_store_i8_f32 stores its row
+ *     TL_KV_FORMAT_BF16     TL_BF16      2 D              rounded to nearest even
+ *     TL_KV_FORMAT_F32      TL_F32       4 D              itself
+ *
+ * A block is in exactly one state, so that free + used + cached == n_blocks always:
  *   free    no reference, not registered
  *   used    at least one reference
  *   cached  no reference, registered under a hash: a lookup revives it, an allocation may evict it
@@ -25,12 +36,18 @@
 #define TINYLLM_KV_POOL_H
 
 #include "abi.h"
+#include "pool.h"
 
-#define TL_KV_FORMAT_V1 1u          /* f16, the layout above */
+/* The formats; an envelope's version is its format. */
+#define TL_KV_FORMAT_F16 1u
+#define TL_KV_FORMAT_E4M3 2u
+#define TL_KV_FORMAT_I8 3u
+#define TL_KV_FORMAT_BF16 4u
+#define TL_KV_FORMAT_F32 5u
+#define TL_KV_FORMAT_V1 TL_KV_FORMAT_F16 /* its name when there was no other */
 #define TL_KV_MAGIC "TLKV"
 #define TL_KV_ENVELOPE_HEADER 28u   /* bytes before the first record */
 #define TL_KV_RECORD_HEADER 12u     /* u64 hash, u32 fill before each payload */
-#define TL_KV_ENVELOPE_VERSION 1u
 /* every slab starts on it whenever a slab's size is a multiple of it */
 #define TL_KV_ALIGN 64u
 #define TL_KV_MAX_REFS UINT32_MAX   /* references one block can have */
@@ -40,13 +57,17 @@ typedef struct tl_kv_pool tl_kv_pool;
 /* 28 bytes, in this order. */
 typedef struct {
     uint32_t n_blocks, block_tokens, n_layers, n_kv_heads, head_dim;
-    int32_t dtype;   /* TL_F16 */
-    uint32_t format; /* TL_KV_FORMAT_V1 */
+    int32_t dtype;   /* the one of the format */
+    uint32_t format; /* TL_KV_FORMAT_F16, ... */
 } tl_kv_cfg;
 
-/* Blocks in each state, and how many cached blocks allocations have taken so far. 16 bytes. */
+/* Blocks in each state, how many cached blocks allocations have taken so far, and how many values
+ * appended so far the format has nothing for: NaN in every format; finite values that became
+ * infinite; in eight bits infinities as well, and all of a row with one of these is then NaN. 24
+ * bytes. */
 typedef struct {
     uint32_t free, used, cached, evictions;
+    uint64_t unrepresentable;
 } tl_kv_stats;
 
 /* A block at one moment. refs > 0: used; no reference and a hash: cached; else free. 16 bytes. */
@@ -63,8 +84,7 @@ TL_BEGIN_DECLS
  * Errors, *out NULL, the first of these decides:
  *   TL_EINVAL        out or cfg NULL
  *   TL_EINVAL        a dimension of 0
- *   TL_EUNSUPPORTED  another format
- *   TL_EUNSUPPORTED  another dtype
+ *   TL_EUNSUPPORTED  another format, or a dtype that is not the format's
  *   TL_EINVAL        a size beyond the address space
  *   TL_ENOMEM        the hook failed */
 TL_API tl_status tl_kv_pool_create(const tl_kv_cfg *cfg, tl_kv_pool **out);
@@ -97,7 +117,7 @@ TL_API tl_status tl_kv_unref(tl_kv_pool *kv, uint32_t id);
  * More: a fresh block with the same K, V and fill takes over one reference; the copy is not
  * registered. `id` itself is never evicted to make room for its copy.
  * A registered block with one reference comes back as it is: its contents must still not be written
- * (tl_kv_append_f32 refuses it).
+ * (appending refuses it).
  *
  * Errors, *out untouched, the first of these decides:
  *   TL_EINVAL   out NULL
@@ -154,16 +174,23 @@ TL_API tl_status tl_kv_register(tl_kv_pool *kv, uint32_t id, uint64_t hash);
  *   TL_EFULL       the block has TL_KV_MAX_REFS references */
 TL_API tl_status tl_kv_lookup(tl_kv_pool *kv, uint64_t hash, uint32_t *id);
 
-/* One layer's K (is_v 0) or V (else) slab of a block, [n_kv_heads][block_tokens][head_dim] f16; the
- * pool's memory. NULL with the slot set where
+/* One layer's K (is_v 0) or V (else) of a block: its n_kv_heads strips; the pool's memory. NULL
+ * with the slot set where
  *   kv is NULL, or id is out of range
  *   layer is out of range */
 TL_API void *tl_kv_block_ptr(const tl_kv_pool *kv, uint32_t id, uint32_t layer, int is_v);
 
+/* The [block_tokens] scales of the first of these strips; those of KV head h are h *
+ * k_scale_head_stride floats further on (tl_kv_pool_view). NULL with the slot set where
+ *   kv is NULL, or id is out of range
+ *   layer is out of range
+ *   the format has no scales */
+TL_API float *tl_kv_scale_ptr(const tl_kv_pool *kv, uint32_t id, uint32_t layer, int is_v);
+
 /* The configuration the pool was made with. NULL: nothing is written and the slot is set. */
 TL_API void tl_kv_pool_cfg(const tl_kv_pool *kv, tl_kv_cfg *out);
 
-/* Bytes of K and V in one block, all layers; 0 with the slot set for NULL. */
+/* Bytes of one block: K and V of all layers, scales included; 0 with the slot set for NULL. */
 TL_API size_t tl_kv_block_bytes(const tl_kv_pool *kv);
 
 /* Bytes of an envelope of n blocks; 0 with the slot set for NULL or a size that would wrap. */
@@ -171,9 +198,10 @@ TL_API size_t tl_kv_export_bytes(const tl_kv_pool *kv, uint32_t n);
 
 /* Writes an envelope (little-endian) of n blocks to buf, and its size to *written:
  *
- *     "TLKV", u16 version 1, u16 dtype 1, u32 n_blocks block_tokens n_layers n_kv_heads head_dim,
- *     n records: u64 hash (0: unregistered), u32 fill, the block's K and V with positions at or
- *     past the fill as zeros, u32 CRC-32C of all before it
+ *     "TLKV", u16 version (the format), u16 dtype, u32 n_blocks block_tokens n_layers n_kv_heads
+ *     head_dim, n records: u64 hash (0: unregistered), u32 fill, the block with elements and scales
+ *     of positions at or past the fill, and what fills up a strip, as zeros; u32 CRC-32C of all
+ *     before it
  *
  * so the bytes are a pure function of what was stored. An id may stand twice.
  *
@@ -194,11 +222,11 @@ TL_API tl_status tl_kv_export(const tl_kv_pool *kv, const uint32_t *ids, uint32_
  *   TL_EINVAL    kv or buf NULL
  *   TL_EFORMAT   too short for an envelope
  *   TL_EINVAL    ids_out NULL, and the envelope has blocks
- *   TL_EFORMAT   a length that its own dimensions contradict
+ *   TL_EFORMAT   a length that its own version and dimensions contradict, where the version is a
+ *                format
  *   TL_EFORMAT   another magic
  *   TL_EFORMAT   a checksum that does not fit
- *   TL_EFORMAT   another version
- *   TL_EFORMAT   a dtype other than the pool's
+ *   TL_EFORMAT   a version other than the pool's format, or a dtype other than its
  *   TL_EFORMAT   record by record: a fill outside 1 .. block_tokens, a hash on a block that is not
  *                full
  *   TL_ESHAPE    a dimension other than the pool's
@@ -222,14 +250,46 @@ TL_API tl_status tl_kv_blocks_get(const tl_kv_pool *kv, uint32_t first, uint32_t
  * alignment. Reentrant. NULL with n > 0: crc unchanged, with the slot set. */
 TL_API uint32_t tl_crc32c(const void *data, size_t n, uint32_t crc);
 
-/* Rounds T positions of one layer to f16 (nearest even, overflow to infinity) and writes them as
- * positions pos .. pos+T-1 of the sequence whose table is given.
+/* Stores the new K and V of a step's tokens, one layer's, in the pool's format. What is appended
+ * are the last positions that attention over the same ctx_lens then sees.
  *
- *   k, v   [n_kv_heads][T][head_dim] f32: element (h, t, d) at h*head_stride + t*token_stride + d.
- *          Strides may be anything, zero and negative too, as long as those elements are there to
- *          be read
+ *   block_tables   [B][table_stride] u32
+ *   cu_seqlens     [B + 1] i32 from 0: tokens cu_seqlens[s] .. cu_seqlens[s+1]-1 are sequence s's;
+ *                  NULL: one token each
+ *   ctx_lens       [B] i32: positions of each sequence, these tokens included
+ *   k, v           [total, n_kv_heads, head_dim]: head h of token t at k + t*k_token_stride +
+ *                  h*k_head_stride, innermost contiguous. Strides in elements of dtype; they may be
+ *                  anything, zero and negative too, as long as those elements are there to be read
+ *   dtype          TL_F32, TL_F16 or TL_BF16: f16 and bf16 are widened first, unless it is the
+ *                  pool's own, whose elements are copied as they are
+ *   tp             who works where it pays, or NULL: the caller
  *
- * Only the table entries written to are looked at. The fill is the caller's to set.
+ * Only the table entries written to are looked at. Fills are the caller's to set
+ * (tl_kv_set_length). Values the format has nothing for are counted (tl_kv_stats).
+ *
+ * Errors, nothing written, the first of these decides; no tokens: TL_OK where those up to and with
+ * cu_seqlens do not.
+ *   TL_EINVAL        kv NULL; B < 0; block_tables or ctx_lens NULL with B > 0
+ *   TL_EINVAL        layer out of range
+ *   TL_EINVAL        table_stride < 1, or tables that do not fit in memory
+ *   TL_EUNSUPPORTED  dtype is none of those above
+ *   TL_EINVAL        cu_seqlens does not begin at 0, or decreases; k or v NULL
+ *   TL_EINVAL        elements of k, of v beyond the address space
+ *   TL_EUNSUPPORTED  TINYLLM_ISA names what is not here
+ *   TL_EINVAL        sequence by sequence: ctx_len below its tokens, or past the table
+ *   TL_EINVAL        entry by entry of those written to: an id out of range, a block that is not
+ *                    used, or one that stands there twice, in whichever table
+ *   TL_EBUSY         a block that is registered, or has several references
+ *   TL_EBUSY         tp is in use */
+TL_API tl_status tl_kv_append(tl_kv_pool *kv, uint32_t layer, const uint32_t *block_tables,
+                              int64_t table_stride, const int32_t *cu_seqlens,
+                              const int32_t *ctx_lens, int64_t B, const void *k, const void *v,
+                              int32_t dtype, int64_t k_token_stride, int64_t k_head_stride,
+                              int64_t v_token_stride, int64_t v_head_stride, tl_pool *tp);
+
+/* The same for T positions of one sequence, pos .. pos+T-1, in f32.
+ *
+ *   k, v   [n_kv_heads][T][head_dim] f32: element (h, t, d) at h*head_stride + t*token_stride + d
  *
  * Errors, nothing written, the first of these decides; T == 0: TL_OK where the first three do not.
  *   TL_EINVAL        kv NULL
@@ -245,6 +305,25 @@ TL_API uint32_t tl_crc32c(const void *data, size_t n, uint32_t crc);
 TL_API tl_status tl_kv_append_f32(tl_kv_pool *kv, uint32_t layer, const uint32_t *block_table,
                                   int32_t n_table, int64_t pos, int64_t T, const float *k,
                                   const float *v, int64_t head_stride, int64_t token_stride);
+
+/* Reads positions pos .. pos+T-1 of one sequence back as f32, widened exactly; in eight bits scale
+ * * element, rounded once. k and v as above, written; no two of their elements in one place. A
+ * block's fill is not asked.
+ *
+ * Errors, nothing written, the first of these decides; T == 0: TL_OK where the first three do not.
+ *   TL_EINVAL        kv NULL
+ *   TL_EINVAL        layer out of range
+ *   TL_EINVAL        n_table, pos or T < 0
+ *   TL_EINVAL        block_table, k or v NULL
+ *   TL_EINVAL        pos + T past INT64_MAX or the table
+ *   TL_EINVAL        elements of k, of v beyond the address space, or two in one place
+ *   TL_EUNSUPPORTED  TINYLLM_ISA names what is not here
+ *   TL_EINVAL        entry by entry of those read: an id out of range, or a block that is not
+ *                    used */
+TL_API tl_status tl_kv_gather_f32(const tl_kv_pool *kv, uint32_t layer,
+                                  const uint32_t *block_table, int32_t n_table, int64_t pos,
+                                  int64_t T, float *k, float *v, int64_t head_stride,
+                                  int64_t token_stride);
 
 TL_END_DECLS
 

@@ -17,6 +17,15 @@
  *                                head_stride 2*b*D
  *     [B, Hkv, T, D]             B blocks of T positions: the table of sequence s is {s}
  *
+ * Elements of eight bits have f32 scales beside them: a value is scale * element, the scale of
+ * (block, head, slot) being
+ *
+ *     k_scale[block * k_scale_block_stride + head * k_scale_head_stride +
+ *             slot * k_scale_token_stride]
+ *
+ * with strides in floats. A stride of 0 shares: all three, one scale for a tensor; that of the head
+ * alone, one for each position.
+ *
  * A view owns nothing: the memory stays its owner's, and must outlive every call that reads it.
  * Views are plain data. */
 #ifndef TINYLLM_KV_VIEW_H
@@ -30,12 +39,12 @@
 typedef struct {
     uint64_t size;     /* sizeof(tl_kv_view) */
     const void *k, *v; /* written through by tl_kv_write_slots alone */
-    int32_t dtype;     /* TL_F32, TL_F16 or TL_BF16: of both */
+    int32_t dtype;     /* TL_F32, TL_F16, TL_BF16, TL_F8_E4M3 or TL_I8: of both */
     uint32_t reserved; /* 0 */
     int64_t n_blocks, block_tokens, n_kv_heads, head_dim_k, head_dim_v;
     int64_t k_block_stride, k_head_stride, k_token_stride;
     int64_t v_block_stride, v_head_stride, v_token_stride;
-    /* Scales of formats that have them, strides in floats; NULL and 0 for the dtypes above. */
+    /* of TL_F8_E4M3 and TL_I8; NULL and 0 for the others */
     const float *k_scale, *v_scale;
     int64_t k_scale_block_stride, k_scale_head_stride, k_scale_token_stride;
     int64_t v_scale_block_stride, v_scale_head_stride, v_scale_token_stride;
@@ -47,7 +56,10 @@ TL_BEGIN_DECLS
  *
  *   size         is not one that is known
  *   dtype        is none of those above
- *   reserved     is not 0; a scale, or a stride of one, is given
+ *   reserved     is not 0
+ *   scales       of a dtype without, one or a stride of one is given; of a dtype with, one is NULL
+ *                or not aligned for floats, a stride is negative, or the last one lies past the end
+ *                of memory
  *   sizes        block_tokens, n_kv_heads or a head_dim below 1, n_blocks below 0
  *   strides      negative, or two elements of K (or of V) share memory. Shown by nesting: of the
  *                axes block, head and slot, those longer than 1 are taken by rising stride, and
@@ -56,9 +68,9 @@ TL_BEGIN_DECLS
  *                one axis falls into the gaps of another
  *   addresses    the last element lies past the end of memory
  *
- * K and V may share memory with each other. */
+ * K and V may share memory with each other, and so may scales. */
 
-/* Fills in the view of one layer of a pool. It stays good as long as the pool.
+/* Fills in the view of one layer of a pool, in whichever format. It stays good as long as the pool.
  *
  *   kv      the pool
  *   layer   which of its layers
@@ -77,8 +89,15 @@ TL_API tl_status tl_kv_pool_view(const tl_kv_pool *kv, uint32_t layer, tl_kv_vie
  *   k         [T, n_kv_heads, head_dim_k]: head h of token t at k + t*k_token_stride +
  *             h*k_head_stride, innermost contiguous
  *   v         [T, n_kv_heads, head_dim_v], likewise
- *   dtype     of k and v: TL_F32, which is rounded to the view's dtype as tl_f32_to_f16 and
- *             tl_f32_to_bf16 do, or the view's own, which is copied as it is
+ *   dtype     of k and v: the view's own, whose elements are copied as they are, and no scale is
+ *             written; or TL_F32, which is rounded to the view's dtype as tl_f32_to_f16 and
+ *             tl_f32_to_bf16 do; or, to a view of eight bits, TL_F32, TL_F16 or TL_BF16:
+ *
+ *             no two rows share a scale   codes and scale as tl_store_i8_f32 or tl_store_e4m3_f32
+ *                                         has them
+ *             one scale for a tensor      (all its strides 0) and e4m3: tl_f32_to_e4m3(x * r), r =
+ *                                         1 / scale rounded once: what does not fit saturates. The
+ *                                         scale is read and stays
  *
  * Strides in elements of dtype; they may be 0 or negative. k and v are read only for tokens that
  * are not skipped.
@@ -87,7 +106,7 @@ TL_API tl_status tl_kv_pool_view(const tl_kv_pool *kv, uint32_t layer, tl_kv_vie
  * Errors, nothing written, the first of these decides:
  *   TL_EINVAL        T < 0; view or slots NULL; T slots do not fit in memory
  *   TL_EINVAL        a view that is not sound
- *   TL_EUNSUPPORTED  dtype is neither TL_F32 nor the view's
+ *   TL_EUNSUPPORTED  a dtype, or scales of k or v, that cannot be written as above
  *   TL_EUNSUPPORTED  TINYLLM_ISA names what is not here
  *   TL_EINVAL        a slot below -1, or at or past n_blocks * block_tokens
  *   TL_EINVAL        k, v or the view's k or v NULL where they would be used

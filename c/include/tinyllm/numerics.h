@@ -4,7 +4,7 @@
  * To a small format: round to nearest, ties to even. From one: exact for every code. Conversions of
  * one value compute in integers only, so that the caller's float mode cannot reach them; arrays and
  * tl_expf set a float mode of their own and give the caller's back with its sticky flags.
- * Everything here is reentrant. */
+ * Rows of eight-bit K and V have a scale each: see "storing". Everything here is reentrant. */
 #ifndef TINYLLM_NUMERICS_H
 #define TINYLLM_NUMERICS_H
 
@@ -53,6 +53,27 @@ TL_API void tl_f32_to_e4m3_n(const float *x, uint8_t *y, int64_t n);
 TL_API void tl_e4m3_to_f32_n(const uint8_t *x, float *y, int64_t n);
 TL_API void tl_f32_to_e5m2_n(const float *x, uint8_t *y, int64_t n);
 TL_API void tl_e5m2_to_f32_n(const uint8_t *x, float *y, int64_t n);
+
+/* Storing rows in eight bits, as block pools do: of x [rows, dim] the codes [rows, dim] and a scale
+ * a row, so that scale * code is the value. Nothing else enters: a row has the same codes wherever
+ * and with whatever it is stored. With A the largest |x[d]| of the row and top = 127, or
+ * TL_E4M3_MAX:
+ *
+ *     scale = A / top, r = top / A; code[d] = x[d] * r, rounded to the nearest code, ties to even
+ *     A below 2^-100: scale +0, codes 0
+ *     a NaN or an infinity in the row: scale NaN (TL_NAN_BITS), codes 0
+ *
+ * each division and product rounded once, so that no code needs a bound. scale * code, stored
+ * again, gives the same codes and scale. No two of x, codes and scales overlap. rows == 0 does
+ * nothing; dim == 0 writes scales of +0.
+ *
+ * Nothing is written, and the slot is set, the first of these decides:
+ *   rows or dim < 0
+ *   x, codes or scales NULL where they would be used */
+TL_API void tl_store_i8_f32(const float *x, int8_t *codes, float *scales, int64_t rows,
+                            int64_t dim);
+TL_API void tl_store_e4m3_f32(const float *x, uint8_t *codes, float *scales, int64_t rows,
+                              int64_t dim);
 
 /* e^x within TL_EXPF_MAX_ULP wherever e^x is a normal float (the worst input found stands in
  * c/src/numerics/coef.h); correctly rounded at 1, -1 and 10; exactly 1 at +-0.

@@ -131,7 +131,7 @@ static void add_side(const struct attn_call *c, struct spans *s, const char *nam
                                 {"head", side->head_stride, c->kv.n_kv_heads},
                                 {"token", side->token_stride, c->kv.block_tokens}};
     struct span span = {.name = name};
-    (void)tl_span_of(side->base, kv_elem_bytes(c->kv.dtype), side->dim, axes, 4, &span);
+    (void)tl_span_of(side->base, kv_elem_bytes(side->dtype), side->dim, axes, 4, &span);
     add_span(s, span);
 }
 

@@ -61,7 +61,7 @@ enum attn_part {
 struct attn_path {
     const uint32_t *block_table; /* entry i: positions (first_block + i) * block_tokens and up */
     int64_t first_block;
-    const char *k, *v; /* planes (kv_layout.h) */
+    struct kv_plane k, v;
     int64_t lo, hi;
 };
 

@@ -75,7 +75,7 @@ static void score_run(job_t *job, struct run run)
         const struct tile_rows *rows = rows_here(job->work);
         find_tile(job);
         for (int r0 = 0; r0 < job->n_rows; r0 += V16_ROWS)
-            block_fns[job->kv->dtype][rows_of_block(job, r0)].score(job, r0, run, t, rows);
+            block_fns[job->kv->k.dtype][rows_of_block(job, r0)].score(job, r0, run, t, rows);
     }
     for (int r0 = 0; r0 < job->n_rows; r0 += V16_ROWS)
         absorb_fns[rows_of_block(job, r0)](job, r0, run);
@@ -85,7 +85,7 @@ static void add_run(job_t *job, struct run run, const struct tile_rows *rows,
                     struct columns columns)
 {
     for (int r0 = 0; r0 < job->n_rows; r0 += V16_ROWS)
-        block_fns[job->kv->dtype][rows_of_block(job, r0)].values(job, r0, run, rows, columns);
+        block_fns[job->kv->v.dtype][rows_of_block(job, r0)].values(job, r0, run, rows, columns);
 }
 
 /* ---- splits and stretches ---- */
@@ -183,7 +183,7 @@ static void close_split(job_t *job, bool is_lone)
 static void walk_split(job_t *job, struct run tiles)
 {
     const struct columns all = {0, job->kv->v.dim, job->work->acc_stride};
-    const int64_t split = tiles.first / ATTN_SPLIT_TILES, n = run_tiles(job->kv->dtype);
+    const int64_t split = tiles.first / ATTN_SPLIT_TILES, n = run_tiles(job->kv);
     bool is_fresh = !job->work->at.split_is_open;
     if (is_fresh)
         open_split(job, split);

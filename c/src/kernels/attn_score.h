@@ -17,9 +17,9 @@ struct run {
 };
 
 /* The tiles of a run that K and V of stay in the first-level cache at widths up to 128. */
-V16_INLINE int64_t run_tiles(tl_dtype dtype)
+V16_INLINE int64_t run_tiles(const struct kv_layout *kv)
 {
-    return dtype == TL_F32 ? ATTN_RUN_TILES / 2 : ATTN_RUN_TILES;
+    return kv->k.dtype == TL_F32 || kv->v.dtype == TL_F32 ? ATTN_RUN_TILES / 2 : ATTN_RUN_TILES;
 }
 
 V16_INLINE int64_t place_of(struct run run, int r0, int64_t t)

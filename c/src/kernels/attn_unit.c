@@ -44,8 +44,8 @@ static struct attn_path path_of(const struct unit *u, int64_t seq, struct range 
     const struct attn_call *c = u->c;
     return (struct attn_path){.block_table = attn_table(c, seq),
                               .first_block = c->first_block,
-                              .k = kv_plane(&c->kv, &c->kv.k, seq, u->kv_head),
-                              .v = kv_plane(&c->kv, &c->kv.v, seq, u->kv_head),
+                              .k = kv_plane(&c->kv.k, seq, u->kv_head),
+                              .v = kv_plane(&c->kv.v, seq, u->kv_head),
                               .lo = seen.lo,
                               .hi = seen.hi};
 }

@@ -58,13 +58,13 @@ V16_INLINE void find_slots(job_t *job, int64_t lo, int64_t hi, struct tile_rows 
 {
     const struct kv_layout *kv = job->kv;
     work_t *work = job->work;
-    const int64_t bytes = kv_elem_bytes(kv->dtype), k_step = kv->k.token_stride * bytes,
-                  v_step = kv->v.token_stride * bytes;
+    const int64_t k_step = kv->k.token_stride * kv_elem_bytes(kv->k.dtype),
+                  v_step = kv->v.token_stride * kv_elem_bytes(kv->v.dtype);
     while (lo < hi) {
         const int64_t n = min64(kv->block_tokens - work->ahead.slot, hi - lo);
         const uint32_t block = work->ahead.path.block_table[work->ahead.block];
-        const char *k = kv_row(kv, &kv->k, work->ahead.path.k, block, work->ahead.slot);
-        const char *v = kv_row(kv, &kv->v, work->ahead.path.v, block, work->ahead.slot);
+        const char *k = kv_row(&kv->k, work->ahead.path.k, block, work->ahead.slot);
+        const char *v = kv_row(&kv->v, work->ahead.path.v, block, work->ahead.slot);
         if (n == 16)
             for (int i = 0; i < 16; i++)
                 rows->key[i] = k + i * k_step, rows->value[i] = v + i * v_step;

@@ -49,7 +49,7 @@ static struct kv_side side_of(const struct dims *n, const float *base)
 {
     static const float nothing;
     const bool is_there = n->Tk > 0 && n->D > 0;
-    return (struct kv_side){.base = (const char *)(is_there ? base : &nothing),
+    return (struct kv_side){.dtype = TL_F32, .base = (const char *)(is_there ? base : &nothing),
                             .seq_stride = n->Hkv * n->Tk * n->D, .head_stride = n->Tk * n->D,
                             .token_stride = n->D, .dim = n->D};
 }
@@ -95,7 +95,7 @@ tl_status tl_flash_attn_fwd_f32(const float *q, const float *k, const float *v, 
                           .group = n.H > 0 ? H / Hkv : 0, .q_len_each = n.Tq,
                           .ctx_len_each = n.Tk,
                           .has_q_offset = true, .q_offset = q_offset,
-                          .kv = {.k = side_of(&n, k), .v = side_of(&n, v), .dtype = TL_F32,
+                          .kv = {.k = side_of(&n, k), .v = side_of(&n, v),
                                  .n_blocks = 1, .block_tokens = n.Tk, .n_kv_heads = n.Hkv},
                           .table_stride = 1,
                           .q = D > 0 ? q : &nothing, .q_at = rows,

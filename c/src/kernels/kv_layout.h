@@ -9,32 +9,48 @@
 #include "tinyllm/kv_view.h"
 
 /* One side (K or V): element d of (sequence, KV head, block, slot) lies at base + the sum of index
- * times stride, in elements of the dtype. */
+ * times stride, in elements of the dtype; the row's scale likewise, in floats, where the dtype has
+ * scales. */
 struct kv_side {
+    tl_dtype dtype;
     const char *base;
     int64_t seq_stride, head_stride, block_stride, token_stride, dim;
+    const float *scale;
+    int64_t scale_head_stride, scale_block_stride, scale_token_stride;
 };
 
 struct kv_layout {
     struct kv_side k, v;
-    tl_dtype dtype; /* of both */
     int64_t n_blocks, block_tokens, n_kv_heads;
 };
 
-/* The plane of one KV head of a sequence. */
-static inline const char *kv_plane(const struct kv_layout *kv, const struct kv_side *side,
-                                   int64_t seq, int64_t kv_head)
+/* One KV head of a sequence: where its rows are, and their scales or NULL. */
+struct kv_plane {
+    const char *rows;
+    const float *scales;
+};
+
+static inline struct kv_plane kv_plane(const struct kv_side *side, int64_t seq, int64_t kv_head)
 {
-    return side->base +
-           kv_elem_bytes(kv->dtype) * (seq * side->seq_stride + kv_head * side->head_stride);
+    return (struct kv_plane){
+        side->base + kv_elem_bytes(side->dtype) *
+                         (seq * side->seq_stride + kv_head * side->head_stride),
+        side->scale ? side->scale + kv_head * side->scale_head_stride : NULL};
 }
 
 /* Row `slot` of a block in a plane. */
-static inline const char *kv_row(const struct kv_layout *kv, const struct kv_side *side,
-                                 const char *plane, uint32_t block, int64_t slot)
+static inline const char *kv_row(const struct kv_side *side, struct kv_plane plane, uint32_t block,
+                                 int64_t slot)
 {
-    return plane +
-           kv_elem_bytes(kv->dtype) * (block * side->block_stride + slot * side->token_stride);
+    return plane.rows +
+           kv_elem_bytes(side->dtype) * (block * side->block_stride + slot * side->token_stride);
+}
+
+/* Its scale, of a side that has them. */
+static inline const float *kv_scale(const struct kv_side *side, struct kv_plane plane,
+                                    uint32_t block, int64_t slot)
+{
+    return plane.scales + (block * side->scale_block_stride + slot * side->scale_token_stride);
 }
 
 /* TL_EINVAL in fn's name, with the member and its values, unless the view (not NULL) is sound as

@@ -27,8 +27,8 @@ static uint64_t read_lines(const char *at, const char *const next[N_AHEAD], int6
 }
 
 /* Slots of entry i of a table, and prefetches of those of entries that follow, up to `last`. */
-static uint64_t read_side(const struct kv_layout *kv, const struct kv_side *side, const char *plane,
-                          const uint32_t *table, int64_t i, int64_t last, struct range slots)
+static uint64_t read_side(const struct kv_side *side, struct kv_plane plane, const uint32_t *table,
+                          int64_t i, int64_t last, struct range slots)
 {
     const bool is_gapless = side->token_stride == side->dim;
     const int64_t step = is_gapless ? slots.hi - slots.lo : 1;
@@ -37,9 +37,9 @@ static uint64_t read_side(const struct kv_layout *kv, const struct kv_side *side
         const char *next[N_AHEAD];
         for (int k = 0; k < N_AHEAD; k++)
             next[k] =
-                kv_row(kv, side, plane, table[i + ahead[k] < last ? i + ahead[k] : last], slot);
-        word ^= read_lines(kv_row(kv, side, plane, table[i], slot), next,
-                           step * kv_row_bytes(kv->dtype, side->dim));
+                kv_row(side, plane, table[i + ahead[k] < last ? i + ahead[k] : last], slot);
+        word ^= read_lines(kv_row(side, plane, table[i], slot), next,
+                           step * kv_row_bytes(side->dtype, side->dim));
     }
     return word;
 }
@@ -49,14 +49,14 @@ static uint64_t read_unit(const struct attn_call *c, int64_t seq, int64_t kv_hea
     const struct kv_layout *kv = &c->kv;
     const int64_t b = kv->block_tokens;
     const struct range seen = attn_seen_by_all(c, seq);
-    const char *k = kv_plane(kv, &kv->k, seq, kv_head), *v = kv_plane(kv, &kv->v, seq, kv_head);
+    const struct kv_plane k = kv_plane(&kv->k, seq, kv_head), v = kv_plane(&kv->v, seq, kv_head);
     const uint32_t *table = attn_table(c, seq);
     uint64_t word = 0;
     for (int64_t i = seen.lo / b, last = (seen.hi - 1) / b; i <= last; i++) {
         const struct range slots = {i == seen.lo / b ? seen.lo % b : 0,
                                     i == last ? (seen.hi - 1) % b + 1 : b};
-        word ^= read_side(kv, &kv->k, k, table, i, last, slots);
-        word ^= read_side(kv, &kv->v, v, table, i, last, slots);
+        word ^= read_side(&kv->k, k, table, i, last, slots);
+        word ^= read_side(&kv->v, v, table, i, last, slots);
     }
     return word;
 }

@@ -120,6 +120,7 @@ tl_status tl_kv_view_check(const char *fn, const tl_kv_view *view)
 /* The stride of an axis with one step may be anything: it is not taken. */
 #define SIDE(view, side)                                                                    \
     {                                                                                       \
+        .dtype = (view)->dtype,                                                             \
         .base = (view)->side,                                                               \
         .head_stride = (view)->n_kv_heads > 1 ? (view)->side##_head_stride : 0,             \
         .block_stride = (view)->n_blocks > 1 ? (view)->side##_block_stride : 0,             \
@@ -131,7 +132,6 @@ struct kv_layout tl_kv_layout_of(const tl_kv_view *view)
 {
     return (struct kv_layout){.k = SIDE(view, k),
                               .v = SIDE(view, v),
-                              .dtype = view->dtype,
                               .n_blocks = view->n_blocks,
                               .block_tokens = view->block_tokens,
                               .n_kv_heads = view->n_kv_heads};

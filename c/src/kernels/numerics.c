@@ -5,7 +5,7 @@
 
 #include <inttypes.h>
 
-#include "kernels/kernels.h"
+#include "kernels/kv_store.h"
 #include "numerics/lowp.h"
 #include "runtime/fail.h"
 #include "runtime/fpenv.h"
@@ -50,6 +50,37 @@ CONVERSION(f32_to_e5m2, float, uint8_t)
 CONVERSION(e5m2_to_f32, uint8_t, float)
 
 ARRAY_FORM(tl_exp_f32, exp_n, float, float)
+
+static void store_rows(const char *fn, tl_dtype dtype, const float *x, void *codes, float *scales,
+                       int64_t rows, int64_t dim)
+{
+    if (rows < 0 || dim < 0) {
+        tl_fail_i64(TL_EINVAL, fn, "rows = %lld, dim = %lld: neither may be negative", rows, dim);
+        return;
+    }
+    const char *missing = !rows ? NULL : !scales ? "scales" : !dim ? NULL : !x ? "x"
+                          : !codes ? "codes" : NULL;
+    if (missing) {
+        tl_fail(TL_EINVAL, fn, "%s is NULL, rows = %" PRId64 ", dim = %" PRId64, missing, rows,
+                dim);
+        return;
+    }
+    const struct kv_store store = {tl_kernels(), TL_F32, dtype};
+    const tl_fpenv caller = tl_fpenv_enter();
+    for (int64_t i = 0; i < rows; i++)
+        tl_kv_store_scaled(&store, x + i * dim, (uint8_t *)codes + i * dim, scales + i, dim);
+    tl_fpenv_leave(caller);
+}
+
+void tl_store_i8_f32(const float *x, int8_t *codes, float *scales, int64_t rows, int64_t dim)
+{
+    store_rows("tl_store_i8_f32", TL_I8, x, codes, scales, rows, dim);
+}
+
+void tl_store_e4m3_f32(const float *x, uint8_t *codes, float *scales, int64_t rows, int64_t dim)
+{
+    store_rows("tl_store_e4m3_f32", TL_F8_E4M3, x, codes, scales, rows, dim);
+}
 
 float tl_expf(float x)
 {

@@ -4,7 +4,7 @@
  * compiler turns into whatever registers there are. The caller has set the float mode, so that
  * here, other than in lowp.h, a float operation may round. */
 #include "isa_fn.h"
-#include "lowp.h"
+#include "narrow.h"
 #include "vec.h"
 
 void TL_ISA_FN(f32_to_f16_n)(const float *x, uint16_t *y, int64_t n)
@@ -37,35 +37,8 @@ EACH(bf16_to_f32, uint16_t, float, lowp_bf16_to_f32)
 
 /* ---- eight bits ---- */
 
-/* lowp_narrow of a finite magnitude w by one addition: to a power of two whose unit in the last
- * place is the step of the format at w, so that the sum is rounded there, and its fraction counts
- * steps: all of them below the smallest normal number, and from 2^mant to 2^(mant + 1) in each
- * binade above. */
-static inline uint32_t narrow(uint32_t w, uint32_t mant, uint32_t bias)
-{
-    const uint32_t least = (128 - bias) << 23, exponent = w & LOWP_INF,
-                   binade = exponent > least ? exponent : least;
-    const uint32_t power = binade + ((23 - mant) << 23);
-    const uint32_t steps = lowp_bits(lowp_float(w) + lowp_float(power)) - power;
-    return steps + ((binade - least) >> (23 - mant));
-}
-
-static inline uint8_t f32_to_e4m3(float x)
-{
-    const uint32_t w = lowp_bits(x), m = w & ~LOWP_SIGN;
-    const uint32_t code = narrow(lowp_min(m, 0x43E00000), 3, 7); /* 448 */
-    return (uint8_t)(m > LOWP_INF ? 0x7F : code | w >> 31 << 7);
-}
-
-static inline uint8_t f32_to_e5m2(float x)
-{
-    const uint32_t w = lowp_bits(x), m = w & ~LOWP_SIGN;
-    const uint32_t code = narrow(lowp_min(m, 0x47600000), 2, 15) + (m == LOWP_INF); /* 57344 */
-    return (uint8_t)(m > LOWP_INF ? 0x7F : code | w >> 31 << 7);
-}
-
-EACH(f32_to_e4m3, float, uint8_t, f32_to_e4m3)
-EACH(f32_to_e5m2, float, uint8_t, f32_to_e5m2)
+EACH(f32_to_e4m3, float, uint8_t, narrow_to_e4m3)
+EACH(f32_to_e5m2, float, uint8_t, narrow_to_e5m2)
 
 enum { PIECE = 256 };
 

@@ -8,6 +8,10 @@
  *   v16_load_f16[_n], v16_store_f16[_n]  the same from and to f16: widened exactly (NaN quiet),
  *                                        rounded to nearest even (NaN 0x7E00)
  *   v16_load_bf16[_n]                  from bf16, widened by a shift
+ *   v16_load_i8[_n]                    from int8
+ *   v16_load_e4m3[_n]                  from e4m3, as 2^-8 of it: its fields moved into those of
+ *                                      f16, whose bias is greater by 8 (NaN quiet)
+ *   v16_e4m3_to_f16(p, h)              the same as f16: sixteen of p into h
  *   v16_add, v16_sub, v16_mul, v16_div one rounding each
  *   v16_with_sign(x, s)                |x| with the sign of s
  *   v16_fma(a, b, c)                   a*b + c with one rounding;  f32_fma: the same for one float
@@ -34,8 +38,8 @@
  * A v16 is V16_REGS registers of V16_REG_LANES lanes. Dots are summed a register at a time, so that
  * a small register file holds several keys and rows at once:
  *
- *   vreg, vreg_zero, vreg_set1, vreg_load, vreg_load_f16, vreg_load_bf16, vreg_store, vreg_mul,
- *   vreg_fma                                              as for v16, on one register
+ *   vreg, vreg_zero, vreg_set1, vreg_load, vreg_load_f16, vreg_load_bf16, vreg_load_i8,
+ *   vreg_load_e4m3, vreg_store, vreg_mul, vreg_fma        as for v16, on one register
  *   vreg_keep(x)                                          x, in a register: not read from memory
  *                                                         again for each use
  *   v16_of(r)                                             the sixteen lanes of r[0 .. V16_REGS-1]
@@ -84,6 +88,8 @@ V16_INLINE uint16_t lanes_below(int64_t n)
 #define vreg_load v16_load
 #define vreg_load_f16 v16_load_f16
 #define vreg_load_bf16 v16_load_bf16
+#define vreg_load_i8 v16_load_i8
+#define vreg_load_e4m3 v16_load_e4m3
 #define vreg_fma v16_fma
 #define vreg_keep(x) (x)
 

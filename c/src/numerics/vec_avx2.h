@@ -110,6 +110,52 @@ V16_INLINE v16 v16_load_bf16_n(const uint16_t *p, int64_t n)
     return v16_load_bf16(lanes);
 }
 
+V16_INLINE __m256 widen_i8(const int8_t *p)
+{
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+}
+
+V16_INLINE v16 v16_load_i8(const int8_t *p)
+{
+    return (v16){widen_i8(p), widen_i8(p + 8)};
+}
+
+V16_INLINE v16 v16_load_i8_n(const int8_t *p, int64_t n)
+{
+    int8_t lanes[16] = {0};
+    memcpy(lanes, p, (size_t)n);
+    return v16_load_i8(lanes);
+}
+
+/* Sixteen codes of e4m3, sign extended: the sign is in bit 15 and in bit 14 it does not belong. */
+V16_INLINE __m256i e4m3_halves(__m256i code)
+{
+    const __m256i h = _mm256_and_si256(_mm256_slli_epi16(code, 7), _mm256_set1_epi16(-0x4001));
+    const __m256i nan =
+        _mm256_cmpeq_epi16(_mm256_add_epi16(h, h), _mm256_set1_epi16(0x7F00));
+    return _mm256_or_si256(h, _mm256_and_si256(nan, _mm256_set1_epi16(0x7E00)));
+}
+
+V16_INLINE void v16_e4m3_to_f16(const uint8_t *p, uint16_t *h)
+{
+    _mm256_storeu_si256((__m256i *)h, e4m3_halves(_mm256_cvtepi8_epi16(
+                                          _mm_loadu_si128((const __m128i *)p))));
+}
+
+V16_INLINE v16 v16_load_e4m3(const uint8_t *p)
+{
+    const __m256i h = e4m3_halves(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)p)));
+    return (v16){_mm256_cvtph_ps(_mm256_castsi256_si128(h)),
+                 _mm256_cvtph_ps(_mm256_extracti128_si256(h, 1))};
+}
+
+V16_INLINE v16 v16_load_e4m3_n(const uint8_t *p, int64_t n)
+{
+    uint8_t lanes[16] = {0};
+    memcpy(lanes, p, (size_t)n);
+    return v16_load_e4m3(lanes);
+}
+
 V16_INLINE void v16_store_f16(uint16_t *p, v16 x)
 {
     _mm_storeu_si128((__m128i *)p,
@@ -272,6 +318,18 @@ V16_INLINE vreg vreg_load_f16(const uint16_t *p)
 V16_INLINE vreg vreg_load_bf16(const uint16_t *p)
 {
     return widen_bf16(p);
+}
+
+V16_INLINE vreg vreg_load_i8(const int8_t *p)
+{
+    return widen_i8(p);
+}
+
+V16_INLINE vreg vreg_load_e4m3(const uint8_t *p)
+{
+    const __m256i code = _mm256_castsi128_si256(
+        _mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i *)p)));
+    return _mm256_cvtph_ps(_mm256_castsi256_si128(e4m3_halves(code)));
 }
 
 V16_INLINE vreg vreg_fma(vreg a, vreg b, vreg c)

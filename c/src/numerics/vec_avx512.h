@@ -80,6 +80,41 @@ V16_INLINE v16 v16_load_bf16_n(const uint16_t *p, int64_t n)
     return widen_bf16(_mm256_maskz_loadu_epi16(v16_below(n), p));
 }
 
+V16_INLINE v16 v16_load_i8(const int8_t *p)
+{
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
+}
+
+V16_INLINE v16 v16_load_i8_n(const int8_t *p, int64_t n)
+{
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(v16_below(n), p)));
+}
+
+/* Sign extension brings the sign into bit 15, and into bit 14, where it does not belong. */
+V16_INLINE __m256i e4m3_halves(__m128i code)
+{
+    const __m256i h = _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(code), 7),
+                                       _mm256_set1_epi16(-0x4001));
+    const __mmask16 nan =
+        _mm256_cmpeq_epi16_mask(_mm256_add_epi16(h, h), _mm256_set1_epi16(0x7F00));
+    return _mm256_or_si256(h, _mm256_maskz_set1_epi16(nan, 0x7E00));
+}
+
+V16_INLINE void v16_e4m3_to_f16(const uint8_t *p, uint16_t *h)
+{
+    _mm256_storeu_si256((__m256i *)h, e4m3_halves(_mm_loadu_si128((const __m128i *)p)));
+}
+
+V16_INLINE v16 v16_load_e4m3(const uint8_t *p)
+{
+    return _mm512_cvtph_ps(e4m3_halves(_mm_loadu_si128((const __m128i *)p)));
+}
+
+V16_INLINE v16 v16_load_e4m3_n(const uint8_t *p, int64_t n)
+{
+    return _mm512_cvtph_ps(e4m3_halves(_mm_maskz_loadu_epi8(v16_below(n), p)));
+}
+
 V16_INLINE __m256i v16_to_f16(v16 x)
 {
     const __m256i h = _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);

@@ -90,6 +90,58 @@ V16_INLINE v16 v16_load_bf16_n(const uint16_t *p, int64_t n)
     return v16_load_bf16(lanes);
 }
 
+V16_INLINE float32x4_t widen_i8(int16x4_t x)
+{
+    return vcvtq_f32_s32(vmovl_s16(x));
+}
+
+V16_INLINE v16 v16_load_i8(const int8_t *p)
+{
+    v16 y;
+    for (int i = 0; i < 2; i++) {
+        const int16x8_t x = vmovl_s8(vld1_s8(p + 8 * i));
+        y.q[2 * i] = widen_i8(vget_low_s16(x));
+        y.q[2 * i + 1] = widen_i8(vget_high_s16(x));
+    }
+    return y;
+}
+
+V16_INLINE v16 v16_load_i8_n(const int8_t *p, int64_t n)
+{
+    int8_t lanes[16] = {0};
+    memcpy(lanes, p, (size_t)n);
+    return v16_load_i8(lanes);
+}
+
+/* Sign extension brings the sign into bit 15, and into bit 14, where it does not belong. */
+V16_INLINE uint16x8_t e4m3_halves(int16x8_t code)
+{
+    const uint16x8_t h =
+        vandq_u16(vreinterpretq_u16_s16(vshlq_n_s16(code, 7)), vdupq_n_u16(0xBFFF));
+    const uint16x8_t nan = vceqq_u16(vaddq_u16(h, h), vdupq_n_u16(0x7F00));
+    return vorrq_u16(h, vandq_u16(nan, vdupq_n_u16(0x7E00)));
+}
+
+V16_INLINE void v16_e4m3_to_f16(const uint8_t *p, uint16_t *h)
+{
+    for (int i = 0; i < 2; i++)
+        vst1q_u16(h + 8 * i, e4m3_halves(vmovl_s8(vld1_s8((const int8_t *)p + 8 * i))));
+}
+
+V16_INLINE v16 v16_load_e4m3(const uint8_t *p)
+{
+    uint16_t half[16];
+    v16_e4m3_to_f16(p, half);
+    return v16_load_f16(half);
+}
+
+V16_INLINE v16 v16_load_e4m3_n(const uint8_t *p, int64_t n)
+{
+    uint8_t lanes[16] = {0};
+    memcpy(lanes, p, (size_t)n);
+    return v16_load_e4m3(lanes);
+}
+
 V16_INLINE void v16_store_f16(uint16_t *p, v16 x)
 {
     QUARTERS
@@ -271,6 +323,26 @@ V16_INLINE vreg vreg_load_f16(const uint16_t *p)
 V16_INLINE vreg vreg_load_bf16(const uint16_t *p)
 {
     return widen_bf16(p);
+}
+
+/* Four codes, sign extended. */
+V16_INLINE int16x4_t load_4_codes(const void *p)
+{
+    uint32_t codes;
+    memcpy(&codes, p, sizeof codes);
+    return vget_low_s16(vmovl_s8(vcreate_s8(codes)));
+}
+
+V16_INLINE vreg vreg_load_i8(const int8_t *p)
+{
+    return widen_i8(load_4_codes(p));
+}
+
+V16_INLINE vreg vreg_load_e4m3(const uint8_t *p)
+{
+    const int16x4_t code = load_4_codes(p);
+    const uint16x8_t half = e4m3_halves(vcombine_s16(code, code));
+    return vcvt_f32_f16(vreinterpret_f16_u16(vget_low_u16(half)));
 }
 
 V16_INLINE vreg vreg_fma(vreg a, vreg b, vreg c)

@@ -102,6 +102,44 @@ V16_INLINE v16 v16_load_bf16(const uint16_t *p)
     return v16_load_bf16_n(p, 16);
 }
 
+V16_INLINE v16 v16_load_i8_n(const int8_t *p, int64_t n)
+{
+    v16 y = v16_zero();
+    for (int64_t i = 0; i < n; i++)
+        y.lane[i] = p[i];
+    return y;
+}
+
+V16_INLINE v16 v16_load_i8(const int8_t *p)
+{
+    return v16_load_i8_n(p, 16);
+}
+
+V16_INLINE uint16_t e4m3_half(uint8_t code)
+{
+    const uint32_t m = code & 0x7Fu, sign = (code & 0x80u) << 8;
+    return (uint16_t)(sign | m << 7 | (m == 0x7F ? 0x7E00 : 0));
+}
+
+V16_INLINE void v16_e4m3_to_f16(const uint8_t *p, uint16_t *h)
+{
+    for (int i = 0; i < 16; i++)
+        h[i] = e4m3_half(p[i]);
+}
+
+V16_INLINE v16 v16_load_e4m3_n(const uint8_t *p, int64_t n)
+{
+    v16 y = v16_zero();
+    for (int64_t i = 0; i < n; i++)
+        y.lane[i] = lowp_f16_to_f32(e4m3_half(p[i]));
+    return y;
+}
+
+V16_INLINE v16 v16_load_e4m3(const uint8_t *p)
+{
+    return v16_load_e4m3_n(p, 16);
+}
+
 V16_INLINE void v16_store_f16_n(uint16_t *p, v16 x, int64_t n)
 {
     for (int64_t i = 0; i < n; i++)

@@ -90,7 +90,7 @@ static tl_status check_exportable(const char *fn, const tl_kv_pool *kv, const ui
 static unsigned char *put_header(unsigned char *p, const tl_kv_cfg *cfg, uint32_t n)
 {
     memcpy(p, TL_KV_MAGIC, 4);
-    p = store(p + 4, TL_KV_ENVELOPE_VERSION, 2);
+    p = store(p + 4, cfg->format, 2);
     p = store(p, (uint64_t)cfg->dtype, 2);
     p = store(p, n, 4);
     p = store(p, cfg->block_tokens, 4);
@@ -251,9 +251,9 @@ static tl_status check_shape(const char *fn, const tl_kv_cfg *want, const tl_kv_
 
 static tl_status check_contents(const char *fn, const tl_kv_pool *kv, const struct envelope *e)
 {
-    if (e->version != TL_KV_ENVELOPE_VERSION)
-        return tl_fail(TL_EFORMAT, fn, "version %u; this build reads %u", e->version,
-                       TL_KV_ENVELOPE_VERSION);
+    if (e->version != kv->cfg.format)
+        return tl_fail(TL_EFORMAT, fn, "version is %u in the envelope, the pool's format %u",
+                       e->version, kv->cfg.format);
     if (e->dtype != (uint32_t)kv->cfg.dtype)
         return tl_fail(TL_EFORMAT, fn, "dtype is %u in the envelope and %d in the pool", e->dtype,
                        kv->cfg.dtype);

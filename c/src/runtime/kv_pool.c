@@ -15,7 +15,7 @@
 #define LARGE_DATA ((size_t)2 << 20)
 
 _Static_assert(sizeof(struct kv_block) == 32, "a block's record grew");
-_Static_assert(sizeof(tl_kv_cfg) == 28 && sizeof(tl_kv_stats) == 16, "layouts are ABI");
+_Static_assert(sizeof(tl_kv_cfg) == 28 && sizeof(tl_kv_stats) == 24, "layouts are ABI");
 
 /* ---- the index ---- */
 
@@ -490,5 +490,5 @@ void tl_kv_stats_get(const tl_kv_pool *kv, tl_kv_stats *out)
         (void)tl_fail(TL_EINVAL, "tl_kv_stats_get", "%s is NULL", kv ? "out" : "the pool");
     else
         *out = (tl_kv_stats){kv_available(kv) - kv->n_cached, kv->n_used, kv->n_cached,
-                             kv->n_evictions};
+                             kv->n_evictions, 0};
 }
