@@ -26,6 +26,8 @@ enum {
     ATTN_LAST = 1,
     /* tiles found and still needed: a power of two, ATTN_AHEAD + ATTN_RUN_TILES or more */
     ATTN_RING = 8,
+    ATTN_WIDE_DIM = 256,    /* widest keys of e4m3 that are widened a tile at a time */
+    ATTN_WIDE_COLUMNS = 64, /* of values, together: a cache line of codes */
     ATTN_SPLIT_TILES = TL_ATTN_SPLIT / TL_ATTN_TILE,
     ATTN_STRETCH_SPLITS = TL_ATTN_STRETCH / TL_ATTN_SPLIT
 };
@@ -69,6 +71,13 @@ struct attn_path {
 struct tile_rows {
     const void *key[16], *value[16];
     bool found; /* false past the end of the walk */
+};
+
+/* Where its scales lie, where K and V have them: those of sixteen slots from the first on, a token
+ * stride apart, or each by itself. */
+struct tile_scales {
+    const float *key[16], *value[16];
+    bool are_spread;
 };
 
 /* What the values of a block of rows must know of a tile that was scored. */
@@ -140,6 +149,17 @@ struct attn_work {
         bool is_next;
     } ahead;
     struct tile_rows ring[2 * ATTN_RING];
+
+    /* Formats with scales, which are found with the rows. */
+    struct tile_scales scales[ATTN_RING]; /* number n of the walk: [n % ATTN_RING] */
+    _Alignas(64) float k_scale[16];       /* of the tile that is scored */
+    _Alignas(64) float v_scale[ATTN_RUN_TILES][16]; /* of the run */
+
+    /* e4m3, widened to f16 (attn_widen.h): a tile of K, ATTN_WIDE_COLUMNS of a run of V, and where
+     * the rows of these lie. */
+    _Alignas(64) uint16_t wide_k[16 * ATTN_WIDE_DIM];
+    _Alignas(64) uint16_t wide_v[ATTN_RUN_TILES * 16 * ATTN_WIDE_COLUMNS];
+    struct tile_rows wide_rows[ATTN_RUN_TILES + ATTN_AHEAD]; /* the last ones: not found */
 };
 
 struct attn_job {

@@ -41,6 +41,11 @@ V16_INLINE int64_t max64(int64_t a, int64_t b)
     return a > b ? a : b;
 }
 
+V16_INLINE bool has_scales(const job_t *job)
+{
+    return job->kv->k.scale != NULL;
+}
+
 /* ---- finding tiles ---- */
 
 /* The next tile to be found is the one of position `from` on a path. */
@@ -53,8 +58,26 @@ static void seek(job_t *job, const struct attn_path *path, int64_t from)
     work->ahead.slot = from % job->kv->block_tokens;
 }
 
+/* The scales of n slots of the tile ahead, from number `first` on, and prefetches of them. */
+static void find_scales(job_t *job, uint32_t block, int64_t first, int64_t n,
+                        struct tile_scales *scales)
+{
+    const struct kv_layout *kv = job->kv;
+    const work_t *work = job->work;
+    const float *k = kv_scale(&kv->k, work->ahead.path.k, block, work->ahead.slot);
+    const float *v = kv_scale(&kv->v, work->ahead.path.v, block, work->ahead.slot);
+    __builtin_prefetch(k, 0, 2);
+    __builtin_prefetch(v, 0, 2);
+    scales->are_spread = n != 16;
+    for (int64_t i = 0; i < (n == 16 ? 1 : n); i++) {
+        scales->key[first + i] = k + i * kv->k.scale_token_stride;
+        scales->value[first + i] = v + i * kv->v.scale_token_stride;
+    }
+}
+
 /* Slots lo .. hi-1 of the tile ahead, block by block. */
-V16_INLINE void find_slots(job_t *job, int64_t lo, int64_t hi, struct tile_rows *rows)
+V16_INLINE void find_slots(job_t *job, int64_t lo, int64_t hi, struct tile_rows *rows,
+                           struct tile_scales *scales)
 {
     const struct kv_layout *kv = job->kv;
     work_t *work = job->work;
@@ -71,6 +94,8 @@ V16_INLINE void find_slots(job_t *job, int64_t lo, int64_t hi, struct tile_rows 
         else
             for (int64_t i = 0; i < n; i++)
                 rows->key[lo + i] = k + i * k_step, rows->value[lo + i] = v + i * v_step;
+        if (has_scales(job))
+            find_scales(job, block, lo, n, scales);
         lo += n;
         work->ahead.slot += n;
         if (work->ahead.slot == kv->block_tokens)
@@ -83,7 +108,8 @@ V16_INLINE void find_slots(job_t *job, int64_t lo, int64_t hi, struct tile_rows 
 static void find_tile(job_t *job)
 {
     work_t *work = job->work;
-    struct tile_rows *rows = &work->ring[work->ahead.n++ % ATTN_RING];
+    struct tile_rows *rows = &work->ring[work->ahead.n % ATTN_RING];
+    struct tile_scales *scales = &work->scales[work->ahead.n++ % ATTN_RING];
     if (work->ahead.tile * 16 >= work->ahead.path.hi && job->next && !work->ahead.is_next) {
         seek(job, job->next, job->next->lo);
         work->ahead.is_next = true;
@@ -94,7 +120,7 @@ static void find_tile(job_t *job)
     rows[0].found = rows[ATTN_RING].found = lo < hi;
     if (lo >= hi)
         return;
-    find_slots(job, lo, hi, rows);
+    find_slots(job, lo, hi, rows, scales);
     for (int64_t i = 0; i < lo; i++)
         rows->key[i] = rows->key[lo], rows->value[i] = rows->value[lo];
     for (int64_t i = hi; i < 16; i++)
@@ -117,6 +143,32 @@ static void walk_from(job_t *job, int64_t from)
 V16_INLINE const struct tile_rows *rows_here(const work_t *work)
 {
     return &work->ring[(work->ahead.n - ATTN_AHEAD) % ATTN_RING];
+}
+
+/* Sixteen scales of one side of a tile. Those of slots off the path may be anything. */
+V16_INLINE v16 load_scales(const float *const *at, bool are_spread, int64_t lo, int64_t hi,
+                           int64_t token_stride)
+{
+    if (__builtin_expect(!are_spread && token_stride == 1, 1))
+        return v16_load(at[0]);
+    float lane[16] = {0};
+    for (int64_t i = lo; i < hi; i++)
+        lane[i] = are_spread ? *at[i] : at[0][i * token_stride];
+    return v16_load(lane);
+}
+
+/* The scales of the tile to be scored next, number i of its run. Codes of e4m3 widen to 2^-8 of
+ * their values. */
+static void take_scales(job_t *job, int64_t t, int64_t i)
+{
+    work_t *work = job->work;
+    const struct kv_side *k = &job->kv->k, *v = &job->kv->v;
+    const struct tile_scales *scales = &work->scales[(work->ahead.n - ATTN_AHEAD) % ATTN_RING];
+    const int64_t lo = max64(work->path.lo - t * 16, 0), hi = min64(work->path.hi - t * 16, 16);
+    const v16 ks = load_scales(scales->key, scales->are_spread, lo, hi, k->scale_token_stride),
+              vs = load_scales(scales->value, scales->are_spread, lo, hi, v->scale_token_stride);
+    v16_store(work->k_scale, k->dtype == TL_F8_E4M3 ? v16_mul(ks, v16_set1(256)) : ks);
+    v16_store(work->v_scale[i], v->dtype == TL_F8_E4M3 ? v16_mul(vs, v16_set1(256)) : vs);
 }
 
 static void find_path(job_t *job)

@@ -439,8 +439,8 @@ def table(results: list[Result]) -> str:
     )
 
 
-def sources_without() -> tuple[list[str], list[str]]:
-    """The library's sources without a mutant, and what is wrong with NOTHING_TO_PLANT."""
+def sources_without() -> list[str]:
+    """The library's sources without a mutant, and what else is wrong with NOTHING_TO_PLANT."""
     sources = {
         str(path.relative_to(ROOT))
         for path in (ROOT / "c/src").glob("*/*")
@@ -450,19 +450,27 @@ def sources_without() -> tuple[list[str], list[str]]:
     amiss = [f"{name}: is not listed" for name in sources - with_one - set(NOTHING_TO_PLANT)]
     amiss += [f"{name}: is listed, and has one" for name in with_one & set(NOTHING_TO_PLANT)]
     amiss += [f"{name}: is listed, and is gone" for name in set(NOTHING_TO_PLANT) - sources]
-    return sorted(sources - with_one), sorted(amiss)
+    return sorted(amiss)
 
 
 def report_sources() -> int:
-    """Prints the sources without a mutant; how many of them are amiss."""
-    without, amiss = sources_without()
-    print("\nsources without a mutant:")
-    width = max(map(len, without), default=0)
-    for name in without:
-        print(f"  {name.ljust(width)}  {NOTHING_TO_PLANT.get(name, 'NO REASON IS GIVEN')}")
+    """Says which sources are without a mutant for no reason given; how many."""
+    amiss = sources_without()
     for line in amiss:
         print(f"NOTHING_TO_PLANT: {line}")
     return len(amiss)
+
+
+def report(results: list[Result]) -> int:
+    """Prints what was done, what failed last, where a log that is cut short still shows it; how
+    many."""
+    failed = [result for result in results if not result.killed]
+    print(table([result for result in results if result.killed]))
+    if failed:
+        print("\nfailed:")
+    for result in failed:
+        print(f"  {result.mutant.name}, {result.mutant.killer}: {result.how}")
+    return len(failed)
 
 
 def main() -> int:
@@ -492,16 +500,10 @@ def main() -> int:
         except Bad as bad:
             print(f"the unmutated tree: {bad}\n0 passed, {len(mutants)} failed")
             return 1
-    print(table(results))
     for mutant in unseen:
         print(f"{mutant.name}: not planted, this CPU has no {mutant.needs or mutant.isa}")
-    stale = [r for r in results if r.how.startswith("no longer applies")]
-    if stale:
-        print("\npatches to refresh, because the code they change has moved on:")
-        for r in stale:
-            print(f"  {r.mutant.name}.patch {r.how}")
-    failed = sum(not r.killed for r in results)
     amiss = 0 if args.names else report_sources() + stale_patches(every)
+    failed = report(results)
     print(f"{len(results) - failed} passed, {failed} failed")
     return 1 if failed or amiss or not results else 0
 
