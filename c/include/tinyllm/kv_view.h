@@ -57,10 +57,10 @@ TL_BEGIN_DECLS
  *   size         is not one that is known
  *   dtype        is none of those above
  *   reserved     is not 0
+ *   sizes        block_tokens, n_kv_heads or a head_dim below 1, n_blocks below 0
  *   scales       of a dtype without, one or a stride of one is given; of a dtype with, one is NULL
  *                or not aligned for floats, a stride is negative, or the last one lies past the end
  *                of memory
- *   sizes        block_tokens, n_kv_heads or a head_dim below 1, n_blocks below 0
  *   strides      negative, or two elements of K (or of V) share memory. Shown by nesting: of the
  *                axes block, head and slot, those longer than 1 are taken by rising stride, and
  *                each must step over all that the shorter ones span. Every layout that permutes or

@@ -32,7 +32,7 @@ tl_status tl_attn_check_arrays(const struct attn_call *c)
 
 /* ---- sizes ---- */
 
-enum { MAX_SPANS = 13 };
+enum { MAX_SPANS = 15 };
 
 /* The memory of a call: what is written in front, then what is read. */
 struct spans {
@@ -122,9 +122,9 @@ static tl_status check_sizes(const struct attn_call *c, struct spans *s)
     return tl_check_addresses(c->fn, s->of, s->n);
 }
 
-/* A side of K and V; the layout was checked. */
+/* A side of K and V, and its scales; the layout was checked. */
 static void add_side(const struct attn_call *c, struct spans *s, const char *name,
-                     const struct kv_side *side)
+                     const char *scale_name, const struct kv_side *side)
 {
     const struct axis axes[] = {{"sequence", side->seq_stride, c->block_tables ? 1 : c->B},
                                 {"block", side->block_stride, c->kv.n_blocks},
@@ -133,12 +133,18 @@ static void add_side(const struct attn_call *c, struct spans *s, const char *nam
     struct span span = {.name = name};
     (void)tl_span_of(side->base, kv_elem_bytes(side->dtype), side->dim, axes, 4, &span);
     add_span(s, span);
+    const struct axis scale_axes[] = {{"block", side->scale_block_stride, c->kv.n_blocks},
+                                      {"head", side->scale_head_stride, c->kv.n_kv_heads},
+                                      {"token", side->scale_token_stride, c->kv.block_tokens}};
+    span = (struct span){.name = scale_name};
+    (void)tl_span_of(side->scale, sizeof(float), 1, scale_axes, 3, &span);
+    add_span(s, span);
 }
 
 static tl_status check_overlap(const struct attn_call *c, struct spans *s)
 {
-    add_side(c, s, c->block_tables ? "the view's k" : "k", &c->kv.k);
-    add_side(c, s, c->block_tables ? "the view's v" : "v", &c->kv.v);
+    add_side(c, s, c->block_tables ? "the view's k" : "k", "the view's k_scale", &c->kv.k);
+    add_side(c, s, c->block_tables ? "the view's v" : "v", "the view's v_scale", &c->kv.v);
     add_span(s, tl_span("ctx_lens", c->ctx_lens, sizeof *c->ctx_lens, c->B));
     add_span(s, tl_span("cu_seqlens_q", c->cu_seqlens_q, sizeof *c->cu_seqlens_q, c->B + 1));
     add_span(s, tl_span("block_tables", c->block_tables, sizeof *c->block_tables,

@@ -11,7 +11,7 @@
  * For each split a row has a state (m, l, a): maximum, sixteen lanes of the denominator,
  * unnormalised values. A finished split is merged into the state of its stretch, in order; a
  * finished stretch into those before it; then the sink joins and the row is finished. */
-#include "kernels/attn_values.h"
+#include "kernels/attn_widen.h"
 #include "kernels/kernels.h"
 
 /* ---- blocks of rows ---- */
@@ -40,8 +40,11 @@ typedef void absorb_fn(job_t *job, int r0, struct run run);
     static                                                                                       \
         __attribute__((noinline)) void absorb_##n_rows(job_t *job, int r0, struct run run) \
     {                                                                                            \
-        for (int64_t t = run.first; t < run.end; t++)                                            \
+        for (int64_t t = run.first; t < run.end; t++) {                                          \
             absorb_tile(job, r0, n_rows, run, t);                                                \
+            if (has_scales(job))                                                                 \
+                weigh_tile(job->work, n_rows, score_at(job->work, run, r0, t), t - run.first);   \
+        }                                                                                        \
     }
 #define ENTER_BLOCK(n_rows, dtype) \
     [dtype][n_rows] = {score_##n_rows##_##dtype, values_##n_rows##_##dtype},
@@ -71,21 +74,41 @@ V16_INLINE int rows_of_block(job_t *job, int r0)
 /* All dots first, then all exponentials, so that neither waits for the other's latency. */
 static void score_run(job_t *job, struct run run)
 {
+    const bool widens = widens_keys(job);
+    const tl_dtype dtype = widens ? TL_F16 : job->kv->k.dtype;
     for (int64_t t = run.first; t < run.end; t++) {
         const struct tile_rows *rows = rows_here(job->work);
+        if (has_scales(job))
+            take_scales(job, t, t - run.first);
         find_tile(job);
+        if (widens)
+            rows = widen_keys(job, rows);
         for (int r0 = 0; r0 < job->n_rows; r0 += V16_ROWS)
-            block_fns[job->kv->k.dtype][rows_of_block(job, r0)].score(job, r0, run, t, rows);
+            block_fns[dtype][rows_of_block(job, r0)].score(job, r0, run, t, rows);
     }
     for (int r0 = 0; r0 < job->n_rows; r0 += V16_ROWS)
         absorb_fns[rows_of_block(job, r0)](job, r0, run);
 }
 
-static void add_run(job_t *job, struct run run, const struct tile_rows *rows,
-                    struct columns columns)
+static void add_columns_of(job_t *job, tl_dtype dtype, struct run run,
+                           const struct tile_rows *rows, struct columns columns)
 {
     for (int r0 = 0; r0 < job->n_rows; r0 += V16_ROWS)
-        block_fns[job->kv->v.dtype][rows_of_block(job, r0)].values(job, r0, run, rows, columns);
+        block_fns[dtype][rows_of_block(job, r0)].values(job, r0, run, rows, columns);
+}
+
+static void add_run(job_t *job, struct run run, const struct tile_rows *rows)
+{
+    const struct kv_side *side = &job->kv->v;
+    struct columns columns = {0, side->dim};
+    if (!widens_values(job)) {
+        add_columns_of(job, side->dtype, run, rows, columns);
+        return;
+    }
+    for (; columns.first < side->dim; columns.first += ATTN_WIDE_COLUMNS) {
+        columns.width = min64(ATTN_WIDE_COLUMNS, side->dim - columns.first);
+        add_columns_of(job, TL_F16, run, widen_values(job, run, rows, columns), columns);
+    }
 }
 
 /* ---- splits and stretches ---- */
@@ -182,7 +205,6 @@ static void close_split(job_t *job, bool is_lone)
 /* Tiles of one split, run by run. */
 static void walk_split(job_t *job, struct run tiles)
 {
-    const struct columns all = {0, job->kv->v.dim, job->work->acc_stride};
     const int64_t split = tiles.first / ATTN_SPLIT_TILES, n = run_tiles(job->kv);
     bool is_fresh = !job->work->at.split_is_open;
     if (is_fresh)
@@ -191,7 +213,7 @@ static void walk_split(job_t *job, struct run tiles)
         const struct run run = {t, min64(t + n, tiles.end), 0, is_fresh};
         const struct tile_rows *rows = rows_here(job->work);
         score_run(job, run);
-        add_run(job, run, rows, all);
+        add_run(job, run, rows);
     }
 }
 
@@ -358,6 +380,7 @@ void TL_ISA_FN(attn_rows)(struct attn_job *job)
 {
     work_t *work = job->work;
     line_up_queries(job);
+    clear_wide_rows(work);
     find_path(job);
     if (job->part == ATTN_GO_ON)
         take_rows(job);

@@ -27,6 +27,11 @@ V16_INLINE int64_t place_of(struct run run, int r0, int64_t t)
     return run.place + r0 / V16_ROWS * ATTN_RUN_TILES + (t - run.first);
 }
 
+V16_INLINE float *score_at(work_t *work, struct run run, int r0, int64_t t)
+{
+    return work->score + place_of(run, r0, t) * V16_ROWS * 16;
+}
+
 /* ---- what is seen of a tile: a mask, bit j for slot j ---- */
 
 enum { ALL_SLOTS = 0xFFFF };
@@ -58,21 +63,25 @@ V16_INLINE uint16_t seen_by_all(const work_t *work, int64_t t)
 
 /* ---- dots ---- */
 
-/* Whether a pass over register i of a few keys prefetches the line of key k in this step. The
- * passes share the keys out; of sixteen-bit elements a line goes by in two steps, `half` 0 and 1,
- * which share them out again (BOTH: a last step alone). So few lines are asked for at a time. */
-enum { BOTH = 2 };
-
-V16_INLINE bool is_due(int i, int k, int half, tl_dtype dtype)
+/* Steps of sixteen elements in which a cache line goes by. */
+V16_INLINE int steps_of_line(tl_dtype dtype)
 {
-    const bool in_step = dtype == TL_F32 || half == BOTH || k / V16_REGS % 2 == half;
-    return k % V16_REGS == i && in_step;
+    return 4 / (int)kv_elem_bytes(dtype);
+}
+
+/* Whether a pass over register i of a few keys prefetches the line of key k in this step, of n in
+ * which the line goes by. The passes share the keys out, and the steps share them out again, so
+ * that few lines are asked for at a time. */
+V16_INLINE bool is_due(int i, int k, int step, int n)
+{
+    return k % V16_REGS == i && k / V16_REGS % n == step;
 }
 
 /* Register i of sixteen elements, from d on, of n_keys keys with n_rows rows. Sixteen elements of a
  * row of q are followed by those of the next row of the block. */
 V16_INLINE void dot_step(int n_rows, int n_keys, const float *q, const void *const *key, int i,
-                         int64_t d, int half, tl_dtype dtype, bool prefetches, vreg sum[4][4])
+                         int64_t d, int step, int n, tl_dtype dtype, bool prefetches,
+                         vreg sum[4][4])
 {
     const int lane = i * V16_REG_LANES;
     vreg y[4];
@@ -80,7 +89,7 @@ V16_INLINE void dot_step(int n_rows, int n_keys, const float *q, const void *con
     EACH_OF_4(k, n_keys, {
         const vreg x = kv_load_reg(key[4 * k], d + lane, dtype);
         EACH_OF_4(r, n_rows, sum[r][k] = vreg_fma(y[r], x, sum[r][k]));
-        if (prefetches && is_due(i, k, half, dtype))
+        if (prefetches && is_due(i, k, step, n))
             prefetch_ahead(key + 4 * k, d, dtype);
     });
 }
@@ -90,14 +99,15 @@ V16_INLINE void dot_step(int n_rows, int n_keys, const float *q, const void *con
 V16_INLINE void dot_reg(int n_rows, int n_keys, const float *q, const void *const *key, int i,
                         int64_t whole, tl_dtype dtype, bool prefetches, vreg sum[4][4])
 {
+    const int n_steps = steps_of_line(dtype), unrolled = n_steps > 2 ? n_steps : 2;
     int64_t d = 0;
     EACH_OF_4(r, n_rows, EACH_OF_4(k, n_keys, sum[r][k] = vreg_zero()));
-    for (; d + 32 <= whole; d += 32) {
-        dot_step(n_rows, n_keys, q, key, i, d, 0, dtype, prefetches, sum);
-        dot_step(n_rows, n_keys, q, key, i, d + 16, 1, dtype, prefetches, sum);
-    }
-    if (d < whole)
-        dot_step(n_rows, n_keys, q, key, i, d, BOTH, dtype, prefetches, sum);
+    for (; d + 16 * unrolled <= whole; d += 16 * unrolled)
+        EACH_OF_4(step, unrolled,
+                  dot_step(n_rows, n_keys, q, key, i, d + 16 * step, step % n_steps, n_steps,
+                           dtype, prefetches, sum));
+    for (bool begins_line = true; d < whole; d += 16, begins_line = n_steps == 1)
+        dot_step(n_rows, n_keys, q, key, i, d, 0, 1, dtype, prefetches && begins_line, sum);
 }
 
 /* The last elements of a head that is no multiple of sixteen wide: lanes past its end are left
@@ -230,9 +240,8 @@ static __attribute__((noinline)) void absorb_rows(job_t *job, int r0, int n_rows
 V16_INLINE void absorb_tile(job_t *job, int r0, int n_rows, struct run run, int64_t t)
 {
     work_t *work = job->work;
-    const int64_t place = place_of(run, r0, t);
-    float *score = work->score + place * V16_ROWS * 16;
-    struct tile_note *note = work->note + place;
+    float *score = score_at(work, run, r0, t);
+    struct tile_note *note = work->note + place_of(run, r0, t);
     const uint16_t seen = seen_by_any(work, t);
     const bool same_mask = seen == seen_by_all(work, t);
     bool keeps_maxima = same_mask & work->max_is_finite[r0 / V16_ROWS];
@@ -256,6 +265,13 @@ V16_INLINE void absorb_tile(job_t *job, int r0, int n_rows, struct run run, int6
         v16_store(work->sum[r0 + r], v16_add(v16_load(work->sum[r0 + r]), p));
         v16_store(score + 16 * r, p);
     });
+}
+
+/* The weights of the values: what stands at `score` times their scales, number i of the run's. */
+V16_INLINE void weigh_tile(const work_t *work, int n_rows, float *score, int64_t i)
+{
+    const v16 vs = v16_load(work->v_scale[i]);
+    EACH_OF_4(r, n_rows, v16_store(score + 16 * r, v16_mul(v16_load(score + 16 * r), vs)));
 }
 
 /* What some models do to a scaled score: a soft cap, then a slope over the distance to the key. */
@@ -282,11 +298,13 @@ V16_INLINE void score_tile(job_t *job, int r0, int n_rows, struct run run, int64
                            const struct tile_rows *rows, tl_dtype dtype)
 {
     work_t *work = job->work;
-    float *score = work->score + place_of(run, r0, t) * V16_ROWS * 16;
+    float *score = score_at(work, run, r0, t);
     v16 dot[4];
     const bool prefetches = r0 == 0 && rows[ATTN_AHEAD].found;
     tile_dots(n_rows, work->q_copy + r0 * work->q_stride, rows->key, job->kv->k.dim, dtype,
               prefetches, seen_by_any(work, t), dot);
+    if (has_scales(job))
+        EACH_OF_4(r, n_rows, dot[r] = v16_mul(v16_load(work->k_scale), dot[r]));
     EACH_OF_4(r, n_rows, v16_store(score + 16 * r, v16_mul(v16_set1(job->scale), dot[r])));
     if (job->softcap > 0 || job->has_alibi)
         adjust_scores(job, r0, n_rows, t, score);

@@ -6,9 +6,10 @@
 
 #include "kernels/attn_score.h"
 
-/* Where the values of the rows go: acc holds `stride` floats a row, for columns `first` and up. */
+/* Some columns of the values: those of acc from `first` on take in the value rows, which begin
+ * there. */
 struct columns {
-    int64_t first, width, stride;
+    int64_t first, width;
 };
 
 /* What is prefetched beside the values of a pass: the lines of V that begin in its columns. */
@@ -94,11 +95,10 @@ V16_INLINE void add_values(job_t *job, int r0, int n_rows, struct run run,
                            int n_regs, int64_t n, tl_dtype dtype)
 {
     work_t *work = job->work;
-    const int64_t d = columns.first + c;
-    float *at = work->acc + r0 * columns.stride + c;
+    float *at = work->acc + r0 * work->acc_stride + columns.first + c;
     vreg acc[4][8];
 #define EACH(...) EACH_OF_4(r, n_rows, EACH_OF_8(i, n_regs, __VA_ARGS__))
-#define AT (at + r * columns.stride + V16_REG_LANES * i)
+#define AT (at + r * work->acc_stride + V16_REG_LANES * i)
     EACH(acc[r][i] = run.is_fresh ? vreg_zero() : vreg_load(AT));
     for (int64_t t = run.first; t < run.end; t++, rows++) {
         const int64_t place = place_of(run, r0, t);
@@ -107,11 +107,11 @@ V16_INLINE void add_values(job_t *job, int r0, int n_rows, struct run run,
         if (__builtin_expect(note->needs_rescale, 0))
             EACH(acc[r][i] = vreg_mul(acc[r][i], vreg_set1(note->alpha[r])));
         if (__builtin_expect(note->is_whole, 1))
-            add_whole(n_rows, n_regs, p, rows, d, n,
-                      lines_of(d, n_regs * V16_REG_LANES, r0 == 0 && rows[ATTN_AHEAD].found, dtype),
+            add_whole(n_rows, n_regs, p, rows, c, n,
+                      lines_of(c, n_regs * V16_REG_LANES, r0 == 0 && rows[ATTN_AHEAD].found, dtype),
                       dtype, acc);
         else
-            add_seen(n_rows, n_regs, p, rows, note, d, n, dtype, acc);
+            add_seen(n_rows, n_regs, p, rows, note, c, n, dtype, acc);
     }
     EACH(vreg_store(AT, acc[r][i]));
 #undef AT

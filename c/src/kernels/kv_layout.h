@@ -39,7 +39,7 @@ static inline struct kv_plane kv_plane(const struct kv_side *side, int64_t seq, 
 }
 
 /* Row `slot` of a block in a plane. */
-static inline const char *kv_row(const struct kv_side *side, struct kv_plane plane, uint32_t block,
+static inline const char *kv_row(const struct kv_side *side, struct kv_plane plane, int64_t block,
                                  int64_t slot)
 {
     return plane.rows +
@@ -48,7 +48,7 @@ static inline const char *kv_row(const struct kv_side *side, struct kv_plane pla
 
 /* Its scale, of a side that has them. */
 static inline const float *kv_scale(const struct kv_side *side, struct kv_plane plane,
-                                    uint32_t block, int64_t slot)
+                                    int64_t block, int64_t slot)
 {
     return plane.scales + (block * side->scale_block_stride + slot * side->scale_token_stride);
 }

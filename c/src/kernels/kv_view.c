@@ -10,6 +10,7 @@
 
 #include "kernels/kernels.h"
 #include "kernels/kv_layout.h"
+#include "kernels/kv_store.h"
 #include "kernels/shapes.h"
 #include "runtime/alloc.h"
 #include "runtime/fail.h"
@@ -49,24 +50,53 @@ static tl_status check_format(const char *fn, const tl_kv_view *view)
     return TL_OK;
 }
 
-/* None of the formats has scales. */
-static tl_status check_scales(const char *fn, const tl_kv_view *view)
+/* The scales of a side: where they begin, and their axes. */
+struct scales {
+    const char *name;
+    const float *base;
+    struct axis axis[3];
+};
+
+#define SCALES(view, side)                                                                    \
+    {                                                                                         \
+        #side "_scale", (view)->side##_scale,                                                 \
+        {                                                                                     \
+            {#side "_scale_block_stride", (view)->side##_scale_block_stride, (view)->n_blocks},     \
+                {#side "_scale_head_stride", (view)->side##_scale_head_stride,                \
+                 (view)->n_kv_heads},                                                         \
+                {#side "_scale_token_stride", (view)->side##_scale_token_stride,              \
+                 (view)->block_tokens}                                                        \
+        }                                                                                     \
+    }
+
+static tl_status check_no_scales(const char *fn, const tl_kv_view *view, const struct scales *s)
 {
-    const struct {
-        const char *name;
-        bool is_given;
-    } member[] = {{"k_scale", view->k_scale != NULL},
-                  {"v_scale", view->v_scale != NULL},
-                  {"k_scale_block_stride", view->k_scale_block_stride != 0},
-                  {"k_scale_head_stride", view->k_scale_head_stride != 0},
-                  {"k_scale_token_stride", view->k_scale_token_stride != 0},
-                  {"v_scale_block_stride", view->v_scale_block_stride != 0},
-                  {"v_scale_head_stride", view->v_scale_head_stride != 0},
-                  {"v_scale_token_stride", view->v_scale_token_stride != 0}};
-    for (size_t i = 0; i < sizeof member / sizeof member[0]; i++)
-        if (member[i].is_given)
-            return tl_fail(TL_EINVAL, fn, "view: %s is given, and dtype = %d has no scales",
-                           member[i].name, view->dtype);
+    const char *given = s->base ? s->name : NULL;
+    for (int i = 0; i < 3 && !given; i++)
+        given = s->axis[i].stride != 0 ? s->axis[i].name : NULL;
+    return given ? tl_fail(TL_EINVAL, fn, "view: %s is given, and dtype = %d has no scales", given,
+                           view->dtype)
+                 : TL_OK;
+}
+
+static tl_status check_scales(const char *fn, const tl_kv_view *view, const struct scales *s)
+{
+    struct span span;
+    if (!kv_has_scales(view->dtype))
+        return check_no_scales(fn, view, s);
+    if (!s->base)
+        return tl_fail(TL_EINVAL, fn, "view: %s is NULL, and dtype = %d has scales", s->name,
+                       view->dtype);
+    if ((uintptr_t)s->base % _Alignof(float) != 0)
+        return tl_fail(TL_EINVAL, fn, "view: %s at %p is not aligned for floats", s->name,
+                       (const void *)s->base);
+    for (int i = 0; i < 3; i++)
+        if (s->axis[i].stride < 0)
+            return tl_fail(TL_EINVAL, fn, "view: %s = %lld is negative", s->axis[i].name,
+                           (long long)s->axis[i].stride);
+    if (!tl_span_of(s->base, sizeof(float), 1, s->axis, 3, &span))
+        return tl_fail(TL_EINVAL, fn, "view: %s from %p on passes the address space", s->name,
+                       (const void *)s->base);
     return TL_OK;
 }
 
@@ -110,9 +140,11 @@ tl_status tl_kv_view_check(const char *fn, const tl_kv_view *view)
         return tl_fail(TL_EINVAL, fn, "view: size = %llu, this version's is %zu",
                        (unsigned long long)view->size, sizeof *view);
     struct axis k[3] = AXES(view, k), v[3] = AXES(view, v);
+    const struct scales k_scale = SCALES(view, k), v_scale = SCALES(view, v);
     TL_TRY(check_format(fn, view));
-    TL_TRY(check_scales(fn, view));
     TL_TRY(check_sizes(fn, view));
+    TL_TRY(check_scales(fn, view, &k_scale));
+    TL_TRY(check_scales(fn, view, &v_scale));
     TL_TRY(check_side(fn, "k", view->k, view->head_dim_k, k, view));
     return check_side(fn, "v", view->v, view->head_dim_v, v, view);
 }
@@ -125,7 +157,10 @@ tl_status tl_kv_view_check(const char *fn, const tl_kv_view *view)
         .head_stride = (view)->n_kv_heads > 1 ? (view)->side##_head_stride : 0,             \
         .block_stride = (view)->n_blocks > 1 ? (view)->side##_block_stride : 0,             \
         .token_stride = (view)->block_tokens > 1 ? (view)->side##_token_stride : 0,         \
-        .dim = (view)->head_dim_##side                                                      \
+        .dim = (view)->head_dim_##side, .scale = (view)->side##_scale,                      \
+        .scale_head_stride = (view)->side##_scale_head_stride,                              \
+        .scale_block_stride = (view)->side##_scale_block_stride,                            \
+        .scale_token_stride = (view)->side##_scale_token_stride                             \
     }
 
 struct kv_layout tl_kv_layout_of(const tl_kv_view *view)
@@ -178,13 +213,19 @@ static const char FN[] = "tl_kv_write_slots";
 /* So many slots are compared pair by pair; more are sorted in memory of the hook. */
 enum { FEW = 64 };
 
+/* What is done with the scales of a side. */
+enum scaling {
+    SCALES_STAY,  /* there are none, or codes come as they are */
+    SCALES_OWN,   /* a row has one to itself, which is written with it */
+    SCALES_SHARED /* one for all, which is read */
+};
+
 struct side {
     const char *name; /* of the caller's tensor, and of the view's member */
     const void *from;
-    void *to; /* const in the view, for the sake of all who only read it */
-    int64_t width;
-    int64_t from_token_stride, from_head_stride;
-    int64_t block_stride, head_stride, token_stride; /* of `to` */
+    struct axis from_axis[2]; /* tokens, heads */
+    const struct kv_side *to; /* its memory is const for the sake of all who only read it */
+    enum scaling scaling;
 };
 
 struct write {
@@ -193,10 +234,9 @@ struct write {
     int64_t T, end; /* tokens; those up to the last one that is not skipped */
     /* each slot is above all before it, as in a fresh sequence: none stands twice */
     bool rising;
+    struct kv_layout kv; /* the view's */
     struct side side[2];
-    int32_t dtype;
-    int64_t from_elem, to_elem;                            /* bytes */
-    void (*round)(const float *x, uint16_t *y, int64_t n); /* NULL: elements are copied */
+    struct kv_store store;
 };
 
 static tl_status check_arguments(const struct write *w)
@@ -234,35 +274,56 @@ static tl_status look_at_slots(struct write *w)
     return TL_OK;
 }
 
-static tl_status choose_conversion(struct write *w)
+/* Whether rows of the caller's dtype can be put into the view's. */
+static tl_status choose_conversion(struct write *w, tl_dtype dtype)
 {
-    const struct tl_kernels *kernels;
-    if (w->dtype != TL_F32 && w->dtype != w->view->dtype)
-        return tl_fail(TL_EUNSUPPORTED, FN, "dtype = %d is neither TL_F32 nor the view's, %d",
-                       w->dtype, w->view->dtype);
-    TL_TRY(tl_kernels_require(FN, &kernels));
-    w->to_elem = kv_elem_bytes(w->view->dtype);
-    w->from_elem = w->dtype == TL_F32 ? (int64_t)sizeof(float) : w->to_elem;
-    w->round = w->dtype == w->view->dtype ? NULL
-               : w->view->dtype == TL_F16 ? kernels->f32_to_f16_n
-                                          : kernels->f32_to_bf16_n;
+    const tl_dtype to = w->view->dtype;
+    if (dtype != to && dtype != TL_F32 && !(kv_has_scales(to) && kv_is_source(dtype)))
+        return tl_fail(TL_EUNSUPPORTED, FN, "dtype = %d cannot be written to a view of %d", dtype,
+                       to);
+    w->store.from = dtype;
+    w->store.to = to;
+    return tl_kernels_require(FN, &w->store.kernels);
+}
+
+static tl_status choose_scaling(const struct write *w, struct side *side)
+{
+    const struct kv_side *to = side->to;
+    struct axis axis[] = {{"block", to->scale_block_stride, w->kv.n_blocks},
+                          {"head", to->scale_head_stride, w->kv.n_kv_heads},
+                          {"token", to->scale_token_stride, w->kv.block_tokens}};
+    const bool is_one = !axis[0].stride && !axis[1].stride && !axis[2].stride;
+    int64_t span;
+    if (!kv_has_scales(to->dtype) || w->store.from == to->dtype)
+        side->scaling = SCALES_STAY;
+    else if (is_one && to->dtype == TL_F8_E4M3)
+        side->scaling = SCALES_SHARED;
+    else if (!is_one && !tl_overlapping_axis(1, axis, 3, &span))
+        side->scaling = SCALES_OWN;
+    else
+        return tl_fail(TL_EUNSUPPORTED, FN,
+                       "%s_scale: rows of dtype = %d share scales (strides %" PRId64 ", %" PRId64
+                       ", %" PRId64 ")",
+                       side->name, to->dtype, to->scale_block_stride, to->scale_head_stride,
+                       to->scale_token_stride);
     return TL_OK;
 }
 
-static tl_status check_tensor(const struct write *w, const struct side *side)
+static tl_status check_tensor(const struct write *w, struct side *side)
 {
-    const struct axis axis[] = {{"token_stride", side->from_token_stride, w->end},
-                                {"head_stride", side->from_head_stride, w->view->n_kv_heads}};
     struct span span;
-    if (!side->from || !side->to)
+    side->from_axis[0].n = w->end;
+    side->from_axis[1].n = w->kv.n_kv_heads;
+    if (!side->from || !side->to->base)
         return tl_fail(TL_EINVAL, FN, "%s%s is NULL and slots[%" PRId64 "] = %" PRId64,
                        side->from ? "view->" : "", side->name, w->end - 1, w->slots[w->end - 1]);
-    if (!tl_span_of(side->from, w->from_elem, side->width, axis, 2, &span))
+    if (!tl_span_of(side->from, kv_elem_bytes(w->store.from), side->to->dim, side->from_axis, 2,
+                    &span))
         return tl_fail(TL_EINVAL, FN,
                        "%s_token_stride %" PRId64 ", %s_head_stride %" PRId64
                        " pass the address space with T = %" PRId64,
-                       side->name, side->from_token_stride, side->name, side->from_head_stride,
-                       w->T);
+                       side->name, side->from_axis[0].stride, side->name,
+                       side->from_axis[1].stride, w->T);
     return TL_OK;
 }
 
@@ -340,39 +401,33 @@ static tl_status check_none_twice(const struct write *w)
     return status;
 }
 
-/* Upwards, line by line, as memory is fastest. libc takes some rows downwards, at half the speed
- * where they are in no cache, and most rows are too short for a call. */
-static void copy(char *y, const char *x, int64_t n)
+static void put(const struct write *w, const struct side *side, const void *x, void *y,
+                float *scale, int64_t n)
 {
-    enum { LINE = 64 };
-    for (; n >= LINE; n -= LINE, x += LINE, y += LINE)
-        memcpy(y, x, LINE);
-    memcpy(y, x, (size_t)n);
+    switch (side->scaling) {
+    case SCALES_STAY: tl_kv_store(&w->store, x, y, n); break;
+    case SCALES_OWN: tl_kv_store_scaled(&w->store, x, y, scale, n); break;
+    case SCALES_SHARED: tl_kv_store_shared(&w->store, x, y, *scale, n); break;
+    }
 }
 
-static void put(const struct write *w, const void *x, void *y, int64_t n)
-{
-    if (w->round)
-        w->round(x, y, n);
-    else
-        copy(y, x, n * w->to_elem);
-}
-
-/* Heads that lie one behind the other in both places go as one row. */
+/* Heads that lie one behind the other in both places, and have no scales of their own, go as one
+ * row. */
 static void write_token(const struct write *w, const struct side *side, int64_t t)
 {
-    const int64_t block = w->slots[t] / w->view->block_tokens,
-                  slot = w->slots[t] % w->view->block_tokens;
-    const int64_t heads = w->view->n_kv_heads, D = side->width;
-    const char *x = (const char *)side->from + t * side->from_token_stride * w->from_elem;
-    char *y =
-        (char *)side->to + (block * side->block_stride + slot * side->token_stride) * w->to_elem;
-    if (side->from_head_stride == D && side->head_stride == D)
-        put(w, x, y, heads * D);
-    else
-        for (int64_t h = 0; h < heads; h++)
-            put(w, x + h * side->from_head_stride * w->from_elem,
-                y + h * side->head_stride * w->to_elem, D);
+    const struct kv_side *to = side->to;
+    const int64_t block = w->slots[t] / w->kv.block_tokens;
+    const int64_t slot = w->slots[t] % w->kv.block_tokens, heads = w->kv.n_kv_heads, D = to->dim;
+    const bool as_one = side->scaling != SCALES_OWN && side->from_axis[1].stride == D &&
+                        to->head_stride == D;
+    const char *x = (const char *)side->from +
+                    t * side->from_axis[0].stride * kv_elem_bytes(w->store.from);
+    for (int64_t h = 0; h < (as_one ? 1 : heads); h++) {
+        const struct kv_plane plane = kv_plane(to, 0, h);
+        put(w, side, x + h * side->from_axis[1].stride * kv_elem_bytes(w->store.from),
+            (void *)kv_row(to, plane, block, slot),
+            to->scale ? (float *)kv_scale(to, plane, block, slot) : NULL, as_one ? heads * D : D);
+    }
 }
 
 static void write_side(const struct write *w, const struct side *side)
@@ -386,32 +441,21 @@ tl_status tl_kv_write_slots(const tl_kv_view *view, const int64_t *slots, int64_
                             const void *v, int32_t dtype, int64_t k_token_stride,
                             int64_t k_head_stride, int64_t v_token_stride, int64_t v_head_stride)
 {
-    struct write w = {.view = view, .slots = slots, .T = T, .dtype = dtype};
+    struct write w = {.view = view, .slots = slots, .T = T};
     TL_TRY(check_arguments(&w));
     if (T == 0)
         return TL_OK;
-    TL_TRY(choose_conversion(&w));
+    w.kv = tl_kv_layout_of(view);
+    w.side[0] = (struct side){"k", k, {{"token", k_token_stride, 0}, {"head", k_head_stride, 0}},
+                              &w.kv.k, SCALES_STAY};
+    w.side[1] = (struct side){"v", v, {{"token", v_token_stride, 0}, {"head", v_head_stride, 0}},
+                              &w.kv.v, SCALES_STAY};
+    TL_TRY(choose_conversion(&w, dtype));
+    TL_TRY(choose_scaling(&w, &w.side[0]));
+    TL_TRY(choose_scaling(&w, &w.side[1]));
     TL_TRY(look_at_slots(&w));
     if (w.end == 0)
         return TL_OK;
-    w.side[0] = (struct side){"k",
-                              k,
-                              (void *)view->k,
-                              view->head_dim_k,
-                              k_token_stride,
-                              k_head_stride,
-                              view->k_block_stride,
-                              view->k_head_stride,
-                              view->k_token_stride};
-    w.side[1] = (struct side){"v",
-                              v,
-                              (void *)view->v,
-                              view->head_dim_v,
-                              v_token_stride,
-                              v_head_stride,
-                              view->v_block_stride,
-                              view->v_head_stride,
-                              view->v_token_stride};
     TL_TRY(check_tensor(&w, &w.side[0]));
     TL_TRY(check_tensor(&w, &w.side[1]));
     TL_TRY(check_none_twice(&w));
