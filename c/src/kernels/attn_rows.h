@@ -159,7 +159,7 @@ struct attn_work {
      * the rows of these lie. */
     _Alignas(64) uint16_t wide_k[16 * ATTN_WIDE_DIM];
     _Alignas(64) uint16_t wide_v[ATTN_RUN_TILES * 16 * ATTN_WIDE_COLUMNS];
-    struct tile_rows wide_rows[ATTN_RUN_TILES + ATTN_AHEAD]; /* the last ones: not found */
+    struct tile_rows wide_rows[ATTN_RUN_TILES];
 };
 
 struct attn_job {

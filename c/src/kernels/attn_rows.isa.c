@@ -17,24 +17,28 @@
 /* ---- blocks of rows ---- */
 
 /* What is done to a block is a function of its own for each number of rows and dtype, so that both
- * are constants inside and a compiler has all registers for one block. */
-typedef void score_fn(job_t *job, int r0, struct run run, int64_t t,
-                      const struct tile_rows *rows);
+ * are constants inside and a compiler has all registers for one block. `stored`: `rows`, but for
+ * e4m3 that was widened. */
+typedef void score_fn(job_t *job, int r0, struct run run, int64_t t, const struct tile_rows *rows,
+                      const struct tile_rows *stored);
 typedef void values_fn(job_t *job, int r0, struct run run, const struct tile_rows *rows,
-                       struct columns columns);
+                       const struct tile_rows *stored, struct columns columns);
 typedef void absorb_fn(job_t *job, int r0, struct run run);
 
-#define DEFINE_BLOCK(n_rows, dtype)                                                        \
-    static __attribute__((noinline)) void score_##n_rows##_##dtype(                        \
-        job_t *job, int r0, struct run run, int64_t t, const struct tile_rows *rows) \
+#define DEFINE_BLOCK(n_rows, dtype, stored_dtype, suffix, at)                              \
+    static __attribute__((noinline)) void score_##n_rows##suffix(                          \
+        job_t *job, int r0, struct run run, int64_t t, const struct tile_rows *rows,       \
+        const struct tile_rows *stored)                                                    \
     {                                                                                      \
-        score_tile(job, r0, n_rows, run, t, rows, dtype);                                  \
+        (void)stored;                                                                      \
+        score_tile(job, r0, n_rows, run, t, rows, at, dtype, stored_dtype);                \
     }                                                                                      \
-    static __attribute__((noinline)) void values_##n_rows##_##dtype(                       \
-        job_t *job, int r0, struct run run, const struct tile_rows *rows,            \
-        struct columns columns)                                                            \
+    static __attribute__((noinline)) void values_##n_rows##suffix(                         \
+        job_t *job, int r0, struct run run, const struct tile_rows *rows,                  \
+        const struct tile_rows *stored, struct columns columns)                            \
     {                                                                                      \
-        add_columns(job, r0, n_rows, run, rows, columns, dtype);                           \
+        (void)stored;                                                                      \
+        add_columns(job, r0, n_rows, run, rows, at, columns, dtype, stored_dtype);         \
     }
 #define DEFINE_ABSORB(n_rows, _)                                                                 \
     static                                                                                       \
@@ -46,8 +50,11 @@ typedef void absorb_fn(job_t *job, int r0, struct run run);
                 weigh_tile(job->work, n_rows, score_at(job->work, run, r0, t), t - run.first);   \
         }                                                                                        \
     }
+#define DEFINE_PLAIN(n_rows, dtype) DEFINE_BLOCK(n_rows, dtype, dtype, _##dtype, rows)
+#define DEFINE_WIDE(n_rows, _) DEFINE_BLOCK(n_rows, TL_F16, TL_F8_E4M3, _wide, stored)
 #define ENTER_BLOCK(n_rows, dtype) \
     [dtype][n_rows] = {score_##n_rows##_##dtype, values_##n_rows##_##dtype},
+#define ENTER_WIDE(n_rows, _) [n_rows] = {score_##n_rows##_wide, values_##n_rows##_wide},
 #define ENTER_ABSORB(n_rows, _) [n_rows] = absorb_##n_rows,
 
 #if V16_ROWS == 4
@@ -56,14 +63,17 @@ typedef void absorb_fn(job_t *job, int r0, struct run run);
 #define EACH_COUNT(DO, dtype) DO(1, dtype)
 #endif
 
-#define DEFINE_FORMAT(dtype, type, suffix) EACH_COUNT(DEFINE_BLOCK, dtype)
+#define DEFINE_FORMAT(dtype, type, suffix) EACH_COUNT(DEFINE_PLAIN, dtype)
 #define ENTER_FORMAT(dtype, type, suffix) EACH_COUNT(ENTER_BLOCK, dtype)
 KV_FORMATS(DEFINE_FORMAT)
+EACH_COUNT(DEFINE_WIDE, )
 EACH_COUNT(DEFINE_ABSORB, )
-static const struct {
+struct block_fns {
     score_fn *score;
     values_fn *values;
-} block_fns[][V16_ROWS + 1] = {KV_FORMATS(ENTER_FORMAT)};
+};
+static const struct block_fns block_fns[][V16_ROWS + 1] = {KV_FORMATS(ENTER_FORMAT)};
+static const struct block_fns wide_fns[V16_ROWS + 1] = {EACH_COUNT(ENTER_WIDE, )};
 static absorb_fn *const absorb_fns[V16_ROWS + 1] = {EACH_COUNT(ENTER_ABSORB, )};
 
 V16_INLINE int rows_of_block(job_t *job, int r0)
@@ -75,39 +85,33 @@ V16_INLINE int rows_of_block(job_t *job, int r0)
 static void score_run(job_t *job, struct run run)
 {
     const bool widens = widens_keys(job);
-    const tl_dtype dtype = widens ? TL_F16 : job->kv->k.dtype;
+    const struct block_fns *fns = widens ? wide_fns : block_fns[job->kv->k.dtype];
     for (int64_t t = run.first; t < run.end; t++) {
-        const struct tile_rows *rows = rows_here(job->work);
+        const struct tile_rows *stored = rows_here(job->work), *rows = stored;
         if (has_scales(job))
             take_scales(job, t, t - run.first);
         find_tile(job);
         if (widens)
-            rows = widen_keys(job, rows);
+            rows = widen_keys(job, stored);
         for (int r0 = 0; r0 < job->n_rows; r0 += V16_ROWS)
-            block_fns[dtype][rows_of_block(job, r0)].score(job, r0, run, t, rows);
+            fns[rows_of_block(job, r0)].score(job, r0, run, t, rows, stored);
     }
     for (int r0 = 0; r0 < job->n_rows; r0 += V16_ROWS)
         absorb_fns[rows_of_block(job, r0)](job, r0, run);
 }
 
-static void add_columns_of(job_t *job, tl_dtype dtype, struct run run,
-                           const struct tile_rows *rows, struct columns columns)
-{
-    for (int r0 = 0; r0 < job->n_rows; r0 += V16_ROWS)
-        block_fns[dtype][rows_of_block(job, r0)].values(job, r0, run, rows, columns);
-}
-
-static void add_run(job_t *job, struct run run, const struct tile_rows *rows)
+/* All columns together, or as many as are widened together. */
+static void add_run(job_t *job, struct run run, const struct tile_rows *stored)
 {
     const struct kv_side *side = &job->kv->v;
-    struct columns columns = {0, side->dim};
-    if (!widens_values(job)) {
-        add_columns_of(job, side->dtype, run, rows, columns);
-        return;
-    }
-    for (; columns.first < side->dim; columns.first += ATTN_WIDE_COLUMNS) {
-        columns.width = min64(ATTN_WIDE_COLUMNS, side->dim - columns.first);
-        add_columns_of(job, TL_F16, run, widen_values(job, run, rows, columns), columns);
+    const bool widens = widens_values(job);
+    const struct block_fns *fns = widens ? wide_fns : block_fns[side->dtype];
+    const int64_t width = widens ? ATTN_WIDE_COLUMNS : side->dim;
+    for (int64_t first = 0; first < side->dim; first += width) {
+        const struct columns columns = {first, min64(width, side->dim - first)};
+        const struct tile_rows *rows = widens ? widen_values(job, run, stored, columns) : stored;
+        for (int r0 = 0; r0 < job->n_rows; r0 += V16_ROWS)
+            fns[rows_of_block(job, r0)].values(job, r0, run, rows, stored, columns);
     }
 }
 
@@ -380,7 +384,6 @@ void TL_ISA_FN(attn_rows)(struct attn_job *job)
 {
     work_t *work = job->work;
     line_up_queries(job);
-    clear_wide_rows(work);
     find_path(job);
     if (job->part == ATTN_GO_ON)
         take_rows(job);

@@ -63,6 +63,18 @@ V16_INLINE uint16_t seen_by_all(const work_t *work, int64_t t)
 
 /* ---- dots ---- */
 
+/* The keys of a tile as they are read, and as they are stored, where those ahead are prefetched:
+ * the same, but for formats that are widened first (attn_widen.h). */
+struct keys {
+    const void *const *row, *const *stored;
+    tl_dtype dtype, stored_dtype;
+};
+
+V16_INLINE struct keys keys_from(struct keys keys, int k)
+{
+    return (struct keys){keys.row + k, keys.stored + k, keys.dtype, keys.stored_dtype};
+}
+
 /* Steps of sixteen elements in which a cache line goes by. */
 V16_INLINE int steps_of_line(tl_dtype dtype)
 {
@@ -77,55 +89,54 @@ V16_INLINE bool is_due(int i, int k, int step, int n)
     return k % V16_REGS == i && k / V16_REGS % n == step;
 }
 
-/* Register i of sixteen elements, from d on, of n_keys keys with n_rows rows. Sixteen elements of a
- * row of q are followed by those of the next row of the block. */
-V16_INLINE void dot_step(int n_rows, int n_keys, const float *q, const void *const *key, int i,
-                         int64_t d, int step, int n, tl_dtype dtype, bool prefetches,
-                         vreg sum[4][4])
+/* Register i of sixteen elements, from d on, of n_keys keys with n_rows rows; step of n of a line.
+ * Sixteen elements of a row of q are followed by those of the next row of the block. */
+V16_INLINE void dot_step(int n_rows, int n_keys, const float *q, struct keys keys, int i, int64_t d,
+                         int step, int n, bool prefetches, vreg sum[4][4])
 {
     const int lane = i * V16_REG_LANES;
     vreg y[4];
     EACH_OF_4(r, n_rows, y[r] = vreg_keep(vreg_load(q + d * n_rows + 16 * r + lane)));
     EACH_OF_4(k, n_keys, {
-        const vreg x = kv_load_reg(key[4 * k], d + lane, dtype);
+        const vreg x = kv_load_reg(keys.row[4 * k], d + lane, keys.dtype);
         EACH_OF_4(r, n_rows, sum[r][k] = vreg_fma(y[r], x, sum[r][k]));
         if (prefetches && is_due(i, k, step, n))
-            prefetch_ahead(key + 4 * k, d, dtype);
+            prefetch_ahead(keys.stored + 4 * k, d, keys.stored_dtype);
     });
 }
 
-/* Register i of the lanes of the dots with keys key[0], key[4], ...: lane l sums d = l, l+16, ...
- * in rising order, up to `whole`, a multiple of sixteen. */
-V16_INLINE void dot_reg(int n_rows, int n_keys, const float *q, const void *const *key, int i,
-                        int64_t whole, tl_dtype dtype, bool prefetches, vreg sum[4][4])
+/* Register i of the lanes of the dots with keys 0, 4, ...: lane l sums d = l, l+16, ... in rising
+ * order, up to `whole`, a multiple of sixteen. */
+V16_INLINE void dot_reg(int n_rows, int n_keys, const float *q, struct keys keys, int i,
+                        int64_t whole, bool prefetches, vreg sum[4][4])
 {
-    const int n_steps = steps_of_line(dtype), unrolled = n_steps > 2 ? n_steps : 2;
+    const int n_steps = steps_of_line(keys.stored_dtype), unrolled = n_steps > 2 ? n_steps : 2;
     int64_t d = 0;
     EACH_OF_4(r, n_rows, EACH_OF_4(k, n_keys, sum[r][k] = vreg_zero()));
     for (; d + 16 * unrolled <= whole; d += 16 * unrolled)
         EACH_OF_4(step, unrolled,
-                  dot_step(n_rows, n_keys, q, key, i, d + 16 * step, step % n_steps, n_steps,
-                           dtype, prefetches, sum));
+                  dot_step(n_rows, n_keys, q, keys, i, d + 16 * step, step % n_steps, n_steps,
+                           prefetches, sum));
     for (bool begins_line = true; d < whole; d += 16, begins_line = n_steps == 1)
-        dot_step(n_rows, n_keys, q, key, i, d, 0, 1, dtype, prefetches && begins_line, sum);
+        dot_step(n_rows, n_keys, q, keys, i, d, 0, 1, prefetches && begins_line, sum);
 }
 
 /* The last elements of a head that is no multiple of sixteen wide: lanes past its end are left
  * alone. */
-V16_INLINE void dot_rest(int n_rows, const float *q, const void *const *key, int64_t d,
-                         int64_t rest, tl_dtype dtype, v16 lane[4][4])
+V16_INLINE void dot_rest(int n_rows, const float *q, struct keys keys, int64_t d, int64_t rest,
+                         v16 lane[4][4])
 {
     EACH_OF_4(k, 4, {
-        const v16 x = kv_load_n(key[4 * k], d, rest, dtype);
+        const v16 x = kv_load_n(keys.row[4 * k], d, rest, keys.dtype);
         EACH_OF_4(r, n_rows,
                   lane[r][k] =
                       v16_fma_n(v16_load_n(q + d * n_rows + 16 * r, rest), x, lane[r][k], rest));
     });
 }
 
-/* lane[r][k] = the sixteen lanes of the dot of row r with key[4k], not folded yet. */
-V16_INLINE void dot_lanes(int n_rows, const float *q, const void *const *key, int64_t dim,
-                          tl_dtype dtype, bool prefetches, v16 lane[4][4])
+/* lane[r][k] = the sixteen lanes of the dot of row r with key 4k, not folded yet. */
+V16_INLINE void dot_lanes(int n_rows, const float *q, struct keys keys, int64_t dim,
+                          bool prefetches, v16 lane[4][4])
 {
     const int n_keys = V16_KEYS(n_rows);
     const int64_t whole = dim & ~(int64_t)15;
@@ -133,18 +144,18 @@ V16_INLINE void dot_lanes(int n_rows, const float *q, const void *const *key, in
     EACH_OF_4(part, 4 / n_keys, EACH_OF_4(i, V16_REGS, {
         const int k0 = part * n_keys;
         vreg sum[4][4];
-        dot_reg(n_rows, n_keys, q, key + 4 * k0, i, whole, dtype, prefetches, sum);
+        dot_reg(n_rows, n_keys, q, keys_from(keys, 4 * k0), i, whole, prefetches, sum);
         EACH_OF_4(r, n_rows, EACH_OF_4(k, n_keys, reg[r][k0 + k][i] = sum[r][k]));
     }));
     EACH_OF_4(r, n_rows, EACH_OF_4(k, 4, lane[r][k] = v16_of(reg[r][k])));
     if (whole < dim)
-        dot_rest(n_rows, q, key, whole, dim - whole, dtype, lane);
+        dot_rest(n_rows, q, keys, whole, dim - whole, lane);
 }
 
 /* dot[r] = the sixteen dots of row r with the keys of a tile, four at a time: slots g, g+4, g+8,
  * g+12. Those of slots not seen may be anything. */
-V16_INLINE void tile_dots(int n_rows, const float *q, const void *const *key, int64_t dim,
-                          tl_dtype dtype, bool prefetches, uint16_t seen, v16 *dot)
+V16_INLINE void tile_dots(int n_rows, const float *q, struct keys keys, int64_t dim,
+                          bool prefetches, uint16_t seen, v16 *dot)
 {
     v16 quad[4][4];
     for (int g = 0; g < 4; g++) {
@@ -155,9 +166,9 @@ V16_INLINE void tile_dots(int n_rows, const float *q, const void *const *key, in
             continue;
         }
         if (prefetches)
-            dot_lanes(n_rows, q, key + g, dim, dtype, true, lane);
+            dot_lanes(n_rows, q, keys_from(keys, g), dim, true, lane);
         else
-            dot_lanes(n_rows, q, key + g, dim, dtype, false, lane);
+            dot_lanes(n_rows, q, keys_from(keys, g), dim, false, lane);
         EACH_OF_4(r, n_rows,
                   quad[r][g] = v16_quads(lane[r][0], lane[r][1], lane[r][2], lane[r][3]));
     }
@@ -295,14 +306,16 @@ static __attribute__((noinline)) void adjust_scores(job_t *job, int r0, int n_ro
 /* The scores of a block of rows and a tile. The first block prefetches K
  * for all. */
 V16_INLINE void score_tile(job_t *job, int r0, int n_rows, struct run run, int64_t t,
-                           const struct tile_rows *rows, tl_dtype dtype)
+                           const struct tile_rows *rows, const struct tile_rows *stored,
+                           tl_dtype dtype, tl_dtype stored_dtype)
 {
     work_t *work = job->work;
     float *score = score_at(work, run, r0, t);
     v16 dot[4];
-    const bool prefetches = r0 == 0 && rows[ATTN_AHEAD].found;
-    tile_dots(n_rows, work->q_copy + r0 * work->q_stride, rows->key, job->kv->k.dim, dtype,
-              prefetches, seen_by_any(work, t), dot);
+    const bool prefetches = r0 == 0 && stored[ATTN_AHEAD].found;
+    const struct keys keys = {rows->key, stored->key, dtype, stored_dtype};
+    tile_dots(n_rows, work->q_copy + r0 * work->q_stride, keys, job->kv->k.dim, prefetches,
+              seen_by_any(work, t), dot);
     if (has_scales(job))
         EACH_OF_4(r, n_rows, dot[r] = v16_mul(v16_load(work->k_scale), dot[r]));
     EACH_OF_4(r, n_rows, v16_store(score + 16 * r, v16_mul(v16_set1(job->scale), dot[r])));

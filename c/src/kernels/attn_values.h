@@ -53,17 +53,19 @@ V16_INLINE void add_slot(int n_rows, int n_regs, const float *p, const void *row
 #undef LOAD
 }
 
-/* A tile of which every row sees every slot. */
+/* A tile of which every row sees every slot; `stored`: where those ahead are prefetched, which is
+ * elsewhere for formats that are widened first (attn_widen.h). */
 V16_INLINE void add_whole(int n_rows, int n_regs, const float *p, const struct tile_rows *rows,
-                          int64_t d, int64_t n, struct lines lines, tl_dtype dtype,
+                          const struct tile_rows *stored, int64_t d, int64_t n,
+                          struct lines lines, tl_dtype dtype, tl_dtype stored_dtype,
                           vreg acc[][8])
 {
-    const int64_t line = line_elements(dtype);
+    const int64_t line = line_elements(stored_dtype);
     const int n_lines = (int)((n_regs * V16_REG_LANES + line - 1) / line);
     if (lines.are_due)
         for (int j = 0; j < 16; j++) {
             EACH_OF_8(i, n_lines,
-                      prefetch_ahead(rows->value + j, lines.d + i * line, dtype));
+                      prefetch_ahead(stored->value + j, lines.d + i * line, stored_dtype));
             add_slot(n_rows, n_regs, p + j, rows->value[j], d, n, dtype, acc);
         }
     else
@@ -91,8 +93,9 @@ V16_INLINE void add_seen(int n_rows, int n_regs, const float *p, const struct ti
  * the values of a run: rescaled where a maximum rose, then plus p * v for the slots that count in
  * rising order. */
 V16_INLINE void add_values(job_t *job, int r0, int n_rows, struct run run,
-                           const struct tile_rows *rows, struct columns columns, int64_t c,
-                           int n_regs, int64_t n, tl_dtype dtype)
+                           const struct tile_rows *rows, const struct tile_rows *stored,
+                           struct columns columns, int64_t c, int n_regs, int64_t n,
+                           tl_dtype dtype, tl_dtype stored_dtype)
 {
     work_t *work = job->work;
     float *at = work->acc + r0 * work->acc_stride + columns.first + c;
@@ -100,16 +103,17 @@ V16_INLINE void add_values(job_t *job, int r0, int n_rows, struct run run,
 #define EACH(...) EACH_OF_4(r, n_rows, EACH_OF_8(i, n_regs, __VA_ARGS__))
 #define AT (at + r * work->acc_stride + V16_REG_LANES * i)
     EACH(acc[r][i] = run.is_fresh ? vreg_zero() : vreg_load(AT));
-    for (int64_t t = run.first; t < run.end; t++, rows++) {
+    for (int64_t t = run.first; t < run.end; t++, rows++, stored++) {
         const int64_t place = place_of(run, r0, t);
         const struct tile_note *note = work->note + place;
         const float *p = work->score + place * V16_ROWS * 16;
         if (__builtin_expect(note->needs_rescale, 0))
             EACH(acc[r][i] = vreg_mul(acc[r][i], vreg_set1(note->alpha[r])));
         if (__builtin_expect(note->is_whole, 1))
-            add_whole(n_rows, n_regs, p, rows, c, n,
-                      lines_of(c, n_regs * V16_REG_LANES, r0 == 0 && rows[ATTN_AHEAD].found, dtype),
-                      dtype, acc);
+            add_whole(n_rows, n_regs, p, rows, stored, c, n,
+                      lines_of(columns.first + c, n_regs * V16_REG_LANES,
+                               r0 == 0 && stored[ATTN_AHEAD].found, stored_dtype),
+                      dtype, stored_dtype, acc);
         else
             add_seen(n_rows, n_regs, p, rows, note, c, n, dtype, acc);
     }
@@ -121,13 +125,15 @@ V16_INLINE void add_values(job_t *job, int r0, int n_rows, struct run run,
 /* All columns of a block of rows, in passes of as many registers as the file holds. Of what is left
  * two halves are taken rather than a whole and a rest. */
 V16_INLINE void add_columns(job_t *job, int r0, int n_rows, struct run run,
-                            const struct tile_rows *rows, struct columns columns, tl_dtype dtype)
+                            const struct tile_rows *rows, const struct tile_rows *stored,
+                            struct columns columns, tl_dtype dtype, tl_dtype stored_dtype)
 {
     const int whole = V16_COLS(n_rows), half = (whole + 1) / 2, quarter = (half + 1) / 2,
               lanes = V16_REG_LANES;
     int64_t c = 0;
-#define PASS(n_regs)                                                                       \
-    add_values(job, r0, n_rows, run, rows, columns, c, n_regs, lanes, dtype), c += n_regs * lanes
+#define PASS(n_regs)                                                                                \
+    add_values(job, r0, n_rows, run, rows, stored, columns, c, n_regs, lanes, dtype, stored_dtype), \
+        c += n_regs * lanes
     while (columns.width - c >= whole * lanes &&
            (whole == 2 * half || columns.width - c != 2 * half * lanes))
         PASS(whole);
@@ -137,8 +143,8 @@ V16_INLINE void add_columns(job_t *job, int r0, int n_rows, struct run run,
         PASS(quarter);
 #undef PASS
     for (; c < columns.width; c += lanes)
-        add_values(job, r0, n_rows, run, rows, columns, c, 1, min64(lanes, columns.width - c),
-                   dtype);
+        add_values(job, r0, n_rows, run, rows, stored, columns, c, 1,
+                   min64(lanes, columns.width - c), dtype, stored_dtype);
 }
 
 #endif

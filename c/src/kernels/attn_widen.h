@@ -17,26 +17,17 @@ V16_INLINE bool widens_values(const job_t *job)
     return job->kv->v.dtype == TL_F8_E4M3;
 }
 
-/* Widened rows have none behind them to be prefetched. */
-static void clear_wide_rows(work_t *work)
-{
-    for (int i = 0; i < ATTN_RUN_TILES + ATTN_AHEAD; i++)
-        work->wide_rows[i].found = false;
-}
-
-/* Columns first .. first+n-1 of the sixteen rows of a tile, to rows of `stride`; and prefetches of
- * those of the tiles ahead. */
-static void widen_rows(const void *const *row, int64_t first, int64_t n, bool prefetches,
-                       uint16_t *to, int64_t stride)
+/* Columns first .. first+n-1 of the sixteen rows of a tile, to rows of `stride`. */
+static void widen_rows(const void *const *row, int64_t first, int64_t n, uint16_t *to,
+                       int64_t stride)
 {
     for (int j = 0; j < 16; j++, to += stride) {
         const uint8_t *codes = (const uint8_t *)row[j] + first;
         int64_t d = 0;
-        for (; d + 16 <= n; d += 16) {
-            if (prefetches && d % 64 == 0)
-                prefetch_ahead(row + j, first + d, TL_F8_E4M3);
+        for (; d + 64 <= n && __builtin_expect(!line_has_nan(codes + d), 1); d += 64)
+            line_to_f16(codes + d, to + d);
+        for (; d + 16 <= n; d += 16)
             v16_e4m3_to_f16(codes + d, to + d);
-        }
         if (d < n) {
             uint8_t last[16] = {0};
             memcpy(last, codes + d, (size_t)(n - d));
@@ -50,7 +41,7 @@ static const struct tile_rows *widen_keys(job_t *job, const struct tile_rows *ro
 {
     work_t *work = job->work;
     const int64_t dim = job->kv->k.dim, stride = attn_padded(dim);
-    widen_rows(rows->key, 0, dim, rows[ATTN_AHEAD].found, work->wide_k, stride);
+    widen_rows(rows->key, 0, dim, work->wide_k, stride);
     for (int j = 0; j < 16; j++)
         work->wide_rows->key[j] = work->wide_k + j * stride;
     return work->wide_rows;
@@ -63,8 +54,7 @@ static const struct tile_rows *widen_values(job_t *job, struct run run,
     work_t *work = job->work;
     for (int64_t i = 0; i < run.end - run.first; i++) {
         uint16_t *to = work->wide_v + i * 16 * ATTN_WIDE_COLUMNS;
-        widen_rows(rows[i].value, columns.first, columns.width, rows[i + ATTN_AHEAD].found, to,
-                   ATTN_WIDE_COLUMNS);
+        widen_rows(rows[i].value, columns.first, columns.width, to, ATTN_WIDE_COLUMNS);
         for (int j = 0; j < 16; j++)
             work->wide_rows[i].value[j] = to + j * ATTN_WIDE_COLUMNS;
     }

@@ -105,6 +105,21 @@ V16_INLINE void v16_e4m3_to_f16(const uint8_t *p, uint16_t *h)
     _mm256_storeu_si256((__m256i *)h, e4m3_halves(_mm_loadu_si128((const __m128i *)p)));
 }
 
+V16_INLINE bool line_has_nan(const uint8_t *p)
+{
+    const __m512i nan = _mm512_set1_epi8(0x7F);
+    return _mm512_cmpeq_epi8_mask(_mm512_and_si512(_mm512_loadu_si512(p), nan), nan) != 0;
+}
+
+V16_INLINE void line_to_f16(const uint8_t *p, uint16_t *h)
+{
+    for (int i = 0; i < 64; i += 32) {
+        const __m512i code = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)(p + i)));
+        _mm512_storeu_si512(h + i, _mm512_and_si512(_mm512_slli_epi16(code, 7),
+                                                    _mm512_set1_epi16(-0x4001)));
+    }
+}
+
 V16_INLINE v16 v16_load_e4m3(const uint8_t *p)
 {
     return _mm512_cvtph_ps(e4m3_halves(_mm_loadu_si128((const __m128i *)p)));

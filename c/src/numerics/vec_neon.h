@@ -128,6 +128,23 @@ V16_INLINE void v16_e4m3_to_f16(const uint8_t *p, uint16_t *h)
         vst1q_u16(h + 8 * i, e4m3_halves(vmovl_s8(vld1_s8((const int8_t *)p + 8 * i))));
 }
 
+V16_INLINE bool line_has_nan(const uint8_t *p)
+{
+    const uint8x16_t m = vdupq_n_u8(0x7F);
+    uint8x16_t nan = vdupq_n_u8(0);
+    for (int i = 0; i < 64; i += 16)
+        nan = vorrq_u8(nan, vceqq_u8(vandq_u8(vld1q_u8(p + i), m), m));
+    return vmaxvq_u8(nan) != 0;
+}
+
+V16_INLINE void line_to_f16(const uint8_t *p, uint16_t *h)
+{
+    for (int i = 0; i < 64; i += 8)
+        vst1q_u16(h + i, vandq_u16(vreinterpretq_u16_s16(vshlq_n_s16(
+                                       vmovl_s8(vld1_s8((const int8_t *)p + i)), 7)),
+                                   vdupq_n_u16(0xBFFF)));
+}
+
 V16_INLINE v16 v16_load_e4m3(const uint8_t *p)
 {
     uint16_t half[16];

@@ -127,6 +127,20 @@ V16_INLINE void v16_e4m3_to_f16(const uint8_t *p, uint16_t *h)
         h[i] = e4m3_half(p[i]);
 }
 
+V16_INLINE bool line_has_nan(const uint8_t *p)
+{
+    bool has = false;
+    for (int i = 0; i < 64; i++)
+        has |= (p[i] & 0x7F) == 0x7F;
+    return has;
+}
+
+V16_INLINE void line_to_f16(const uint8_t *p, uint16_t *h)
+{
+    for (int i = 0; i < 64; i++)
+        h[i] = e4m3_half(p[i]);
+}
+
 V16_INLINE v16 v16_load_e4m3_n(const uint8_t *p, int64_t n)
 {
     v16 y = v16_zero();
