@@ -1,177 +1,409 @@
 /* SPDX-License-Identifier: MIT */
-/* kv_append.c: rounding new K and V to f16 into the blocks of one sequence.
+/* kv_append.c: new K and V of some sequences put into the blocks that their tables name.
  *
- * Words. entry: an index into the block table. written entries: those that positions pos .. pos+T-1
- * fall into; no other is looked at. */
+ * Words. run: the tokens of one sequence, which are positions of it that follow each other. entry:
+ * an index into a block table. written entries: those that positions of a run fall into; no other
+ * is looked at. */
 #include <inttypes.h>
+#include <stdatomic.h>
+#include <stdio.h>
 
-#include "kernels/kernels.h"
+#include "kernels/attn_plan.h"
+#include "kernels/kv_positions.h"
+#include "kernels/kv_store.h"
 #include "kernels/shapes.h"
 #include "runtime/fail.h"
 #include "runtime/fpenv.h"
-#include "runtime/kv_inner.h"
+#include "runtime/pool_run.h"
 
-static const char fn[] = "tl_kv_append_f32";
-
-/* Elements of one tensor, [n_kv_heads][T][head_dim], at the caller's strides. */
-struct source {
-    const float *x;
-    int64_t head_stride, token_stride;
+struct run {
+    const uint32_t *table;
+    int64_t pos, token, n; /* its first position; its first token, of all the batch's */
 };
-
-static tl_status check_arguments(const tl_kv_pool *kv, uint32_t layer, int32_t n_table, int64_t pos,
-                                 int64_t T)
-{
-    if (!kv)
-        return tl_fail(TL_EINVAL, fn, "the pool is NULL");
-    if (layer >= kv->cfg.n_layers)
-        return tl_fail(TL_EINVAL, fn, "layer %u is out of range: the pool has %u", layer,
-                       kv->cfg.n_layers);
-    if (n_table < 0 || pos < 0 || T < 0)
-        return tl_fail_i64(TL_EINVAL, fn, "n_table %lld, pos %lld, T %lld: none may be negative",
-                           n_table, pos, T);
-    return TL_OK;
-}
-
-/* Everything but the table's entries; T > 0. */
-static tl_status check_range(const tl_kv_pool *kv, int32_t n_table, int64_t pos, int64_t T)
-{
-    const int64_t b = kv->cfg.block_tokens;
-    int64_t end;
-    if (__builtin_add_overflow(pos, T, &end))
-        return tl_fail_i64(TL_EINVAL, fn, "pos %lld + T %lld pass INT64_MAX", pos, T);
-    if ((end - 1) / b >= n_table)
-        return tl_fail_i64(
-            TL_EINVAL, fn,
-            "positions %lld .. %lld need %lld table entries of %lld tokens, n_table is %lld", pos,
-            end - 1, (end - 1) / b + 1, b, n_table);
-    return TL_OK;
-}
-
-static tl_status check_source(const tl_kv_pool *kv, const char *name, const struct source *from,
-                              int64_t T)
-{
-    const struct axis axis[] = {{"head_stride", from->head_stride, kv->cfg.n_kv_heads},
-                                {"token_stride", from->token_stride, T}};
-    struct span span;
-    if (!tl_span_of(from->x, sizeof(float), kv->cfg.head_dim, axis, 2, &span))
-        return tl_fail(TL_EINVAL, fn,
-                       "%s: head_stride %" PRId64 ", token_stride %" PRId64
-                       " pass the address space with T = %" PRId64,
-                       name, from->head_stride, from->token_stride, T);
-    return TL_OK;
-}
-
-/* The earlier of entries first .. entry-1 that names the same block, or -1. A used block's `prev`
- * is free for notes: the entry that named it last. An old note is told from a fresh one by asking
- * the table, so notes are never cleared. */
-static int64_t note_entry(tl_kv_pool *kv, const uint32_t *table, int64_t first, int64_t entry)
-{
-    struct kv_block *block = &kv->block[table[entry]];
-    const int64_t noted = block->prev;
-    block->prev = (uint32_t)entry;
-    return noted >= first && noted < entry && table[noted] == table[entry] ? noted : -1;
-}
-
-static tl_status fail_busy(const struct kv_block *block, int64_t entry, uint32_t id)
-{
-    if (block->hash != 0)
-        return tl_fail_i64(TL_EBUSY, fn, "block_table[%lld] = %lld is registered", entry, id);
-    return tl_fail_i64(TL_EBUSY, fn, "block_table[%lld] = %lld has %lld references", entry, id,
-                       block->refs);
-}
-
-/* Whether every written entry names a block of the writer's own. What is no used block decides
- * before what is shared. */
-static tl_status check_entries(tl_kv_pool *kv, const uint32_t *table, int64_t first, int64_t last)
-{
-    int64_t busy = -1;
-    for (int64_t entry = first; entry <= last; entry++) {
-        const uint32_t id = table[entry];
-        if (id >= kv->cfg.n_blocks)
-            return tl_fail_i64(TL_EINVAL, fn,
-                               "block_table[%lld] = %lld is out of range: the pool has %lld", entry,
-                               id, kv->cfg.n_blocks);
-        if (kv_refs(kv, id) == 0)
-            return tl_fail_i64(TL_EINVAL, fn, "block_table[%lld] = %lld is not used", entry, id);
-        const int64_t twin = note_entry(kv, table, first, entry);
-        if (twin >= 0)
-            return tl_fail_i64(TL_EINVAL, fn, "block_table[%lld] and [%lld] are both block %lld",
-                               twin, entry, id);
-        if (busy < 0 && !kv_writable(kv, id))
-            busy = entry;
-    }
-    return busy < 0 ? TL_OK : fail_busy(&kv->block[table[busy]], busy, table[busy]);
-}
-
-/* Tokens t .. t+n-1 of one head, all of one block, into y, the slot of the first. */
-static void write_head(const struct tl_kernels *kernels, const struct source *from, int64_t head,
-                       int64_t t, int64_t n, int64_t D, uint16_t *y)
-{
-    const float *x = from->x + head * from->head_stride + t * from->token_stride;
-    if (from->token_stride == D)
-        kernels->f32_to_f16_n(x, y, n * D);
-    else
-        for (int64_t i = 0; i < n; i++)
-            kernels->f32_to_f16_n(x + i * from->token_stride, y + i * D, D);
-}
 
 struct append {
-    const tl_kv_pool *kv;
-    const struct tl_kernels *kernels;
+    const char *fn; /* the public function, for messages */
+    tl_kv_pool *kv;
     uint32_t layer;
-    const uint32_t *entry; /* where the first token goes: its entry of the table */
-    int64_t slot, T;
+    struct kv_store store;
+    struct kv_tensor k, v;
+    tl_pool *tp;
+    int64_t total; /* tokens */
+
+    /* The batch, or the one run there is. */
+    int64_t B;
+    const uint32_t *block_tables;
+    int64_t table_stride;
+    const int32_t *cu_seqlens, *ctx_lens;
+    const struct run *only;
+
+    _Atomic uint64_t unrepresentable; /* values found while writing */
 };
 
-/* One tensor, in the order in which the source lies in memory: one head's tokens after another's,
- * or one token's heads. */
-static void write_tensor(const struct append *append, bool is_v, const struct source *from)
+static int64_t first_token(const struct append *a, int64_t seq)
 {
-    const tl_kv_pool *kv = append->kv;
-    const int64_t b = kv->cfg.block_tokens, D = kv->cfg.head_dim, heads = kv->cfg.n_kv_heads,
-                  T = append->T;
-    const bool by_token = T == 1 || from->head_stride < from->token_stride;
-    for (int64_t head = 0; head < heads; head += by_token ? heads : 1) {
-        const uint32_t *entry = append->entry;
-        int64_t slot = append->slot;
-        for (int64_t t = 0, n; t < T; t += n, entry++, slot = 0) {
-            uint16_t *y =
-                (uint16_t *)kv_slab(kv, *entry, append->layer, is_v) + (head * b + slot) * D;
-            n = b - slot < T - t ? b - slot : T - t;
-            if (!by_token)
-                write_head(append->kernels, from, head, t, n, D, y);
-            else
-                for (int64_t i = 0; i < n; i++)
-                    for (int64_t h = 0; h < heads; h++)
-                        write_head(append->kernels, from, h, t + i, 1, D, y + (h * b + i) * D);
+    return a->cu_seqlens ? a->cu_seqlens[seq] : seq;
+}
+
+static struct run run_of(const struct append *a, int64_t seq)
+{
+    if (a->only)
+        return *a->only;
+    const int64_t token = first_token(a, seq), n = first_token(a, seq + 1) - token;
+    return (struct run){a->block_tables + seq * a->table_stride, a->ctx_lens[seq] - n, token, n};
+}
+
+/* ---- the batch ---- */
+
+static tl_status check_arrays(const struct append *a)
+{
+    const struct span span[] = {
+        tl_span("ctx_lens", a->ctx_lens, sizeof *a->ctx_lens, a->B),
+        tl_span("cu_seqlens", a->cu_seqlens, sizeof *a->cu_seqlens, a->B + 1),
+        tl_span("block_tables", a->block_tables, sizeof *a->block_tables,
+                a->B * a->table_stride)};
+    return tl_check_addresses(a->fn, span, 3);
+}
+
+static tl_status check_batch(const struct append *a)
+{
+    if (!a->kv)
+        return tl_fail(TL_EINVAL, a->fn, "the pool is NULL");
+    if (a->B < 0)
+        return tl_fail_i64(TL_EINVAL, a->fn, "B = %lld is negative", a->B);
+    if (a->B > 0 && (!a->block_tables || !a->ctx_lens))
+        return tl_fail(TL_EINVAL, a->fn, "%s is NULL with B = %" PRId64,
+                       !a->block_tables ? "block_tables" : "ctx_lens", a->B);
+    if (a->layer >= a->kv->cfg.n_layers)
+        return tl_fail(TL_EINVAL, a->fn, "layer %u is out of range: the pool has %u", a->layer,
+                       a->kv->cfg.n_layers);
+    if (a->table_stride < 1)
+        return tl_fail_i64(TL_EINVAL, a->fn, "table_stride = %lld is below 1", a->table_stride);
+    if (!tl_fits_memory(sizeof(uint32_t), 2, (int64_t[]){a->B, a->table_stride}))
+        return tl_fail_i64(TL_EINVAL, a->fn, "B = %lld tables of %lld do not fit in memory", a->B,
+                           a->table_stride);
+    TL_TRY(check_arrays(a));
+    if (!kv_is_source(a->store.from))
+        return tl_fail(TL_EUNSUPPORTED, a->fn, "dtype = %d is none of TL_F32, TL_F16, TL_BF16",
+                       a->store.from);
+    return TL_OK;
+}
+
+static tl_status check_cu_seqlens(const struct append *a)
+{
+    const int32_t *cu = a->cu_seqlens;
+    if (cu && cu[0] != 0)
+        return tl_fail_i64(TL_EINVAL, a->fn, "cu_seqlens[0] = %lld is not 0", cu[0]);
+    for (int64_t seq = 0; cu && seq < a->B; seq++)
+        if (cu[seq + 1] < cu[seq])
+            return tl_fail_i64(TL_EINVAL, a->fn, "cu_seqlens[%lld] = %lld decreases from %lld",
+                               seq + 1, cu[seq + 1], cu[seq]);
+    return TL_OK;
+}
+
+static tl_status check_sequences(const struct append *a)
+{
+    const int64_t b = a->kv->cfg.block_tokens;
+    for (int64_t seq = 0; !a->only && seq < a->B; seq++) {
+        const int64_t n = first_token(a, seq + 1) - first_token(a, seq), end = a->ctx_lens[seq];
+        if (end < n)
+            return tl_fail_i64(TL_EINVAL, a->fn,
+                               "sequence %lld: ctx_len = %lld is below its %lld tokens", seq, end,
+                               n);
+        if (n > 0 && (end - 1) / b >= a->table_stride)
+            return tl_fail_i64(TL_EINVAL, a->fn,
+                               "sequence %lld: ctx_len = %lld needs %lld blocks of %lld, "
+                               "table_stride = %lld",
+                               seq, end, (end - 1) / b + 1, b, a->table_stride);
+    }
+    return TL_OK;
+}
+
+/* ---- written entries ---- */
+
+struct place {
+    int64_t seq, entry;
+    uint64_t ordinal; /* of the written entries, counted from the last one; 0: none */
+};
+
+/* What a look at all written entries found: how many there are, the first that names no used block,
+ * and the first whose block must not be written. */
+struct findings {
+    uint64_t n;
+    struct place bad, busy;
+};
+
+/* Looks at the written entries from the last to the first, and leaves in each used block a note of
+ * the first one that names it: its ordinal in `prev`, which is free for notes. */
+static struct findings note_entries(struct append *a)
+{
+    tl_kv_pool *kv = a->kv;
+    struct findings found = {.n = 0};
+    for (int64_t seq = a->B - 1; seq >= 0; seq--) {
+        const struct run run = run_of(a, seq);
+        if (run.n == 0)
+            continue;
+        const struct kv_entries written = kv_entries_of(kv, run.pos, run.n);
+        for (int64_t entry = written.last; entry >= written.first; entry--) {
+            const uint32_t id = run.table[entry];
+            const struct place here = {seq, entry, ++found.n};
+            if (id >= kv->cfg.n_blocks || kv_refs(kv, id) == 0) {
+                found.bad = here;
+                continue;
+            }
+            if (!kv_writable(kv, id))
+                found.busy = here;
+            kv->block[id].prev = (uint32_t)found.n;
         }
     }
+    return found;
+}
+
+/* The first entry in front of the first bad one whose block has the note of another; ordinal 0:
+ * there is none. Ordinals may wrap: of 2^32 entries that follow each other two name one block. */
+static struct place find_twin(const struct append *a, const struct findings *found)
+{
+    uint64_t ordinal = found->n;
+    for (int64_t seq = 0; ordinal > found->bad.ordinal; seq++) {
+        const struct run run = run_of(a, seq);
+        if (run.n == 0)
+            continue;
+        const struct kv_entries written = kv_entries_of(a->kv, run.pos, run.n);
+        for (int64_t entry = written.first;
+             entry <= written.last && ordinal > found->bad.ordinal; entry++, ordinal--)
+            if (a->kv->block[run.table[entry]].prev != (uint32_t)ordinal)
+                return (struct place){seq, entry, ordinal};
+    }
+    return (struct place){.ordinal = 0};
+}
+
+/* The first written entry that names a block. */
+static struct place find_block(const struct append *a, uint32_t id)
+{
+    for (int64_t seq = 0;; seq++) {
+        const struct run run = run_of(a, seq);
+        if (run.n == 0)
+            continue;
+        const struct kv_entries written = kv_entries_of(a->kv, run.pos, run.n);
+        for (int64_t entry = written.first; entry <= written.last; entry++)
+            if (run.table[entry] == id)
+                return (struct place){.seq = seq, .entry = entry};
+    }
+}
+
+enum { PLACE_NAME = 64 };
+
+static const char *name_place(const struct append *a, struct place at, char name[PLACE_NAME])
+{
+    if (a->only)
+        snprintf(name, PLACE_NAME, "block_table[%" PRId64 "]", at.entry);
+    else
+        snprintf(name, PLACE_NAME, "sequence %" PRId64 ": block_table[%" PRId64 "]", at.seq,
+                 at.entry);
+    return name;
+}
+
+static tl_status fail_at(const struct append *a, const struct findings *found, struct place twin)
+{
+    char name[PLACE_NAME], other[PLACE_NAME];
+    const struct place at = twin.ordinal        ? twin
+                            : found->bad.ordinal ? found->bad
+                                                 : found->busy;
+    const uint32_t id = run_of(a, at.seq).table[at.entry];
+    name_place(a, at, name);
+    if (twin.ordinal)
+        return tl_fail(TL_EINVAL, a->fn, "%s and %s are both block %u",
+                       name_place(a, find_block(a, id), other), name, id);
+    if (id >= a->kv->cfg.n_blocks)
+        return tl_fail(TL_EINVAL, a->fn, "%s = %u is out of range: the pool has %u", name, id,
+                       a->kv->cfg.n_blocks);
+    const struct kv_block *block = &a->kv->block[id];
+    if (kv_refs(a->kv, id) == 0)
+        return tl_fail(TL_EINVAL, a->fn, "%s = %u is not used", name, id);
+    if (block->hash != 0)
+        return tl_fail(TL_EBUSY, a->fn, "%s = %u is registered", name, id);
+    return tl_fail(TL_EBUSY, a->fn, "%s = %u has %u references", name, id, block->refs);
+}
+
+/* Whether every written entry names a block of the writer's own, and none another's. What is no
+ * used block, or stands there twice, decides before what is shared. */
+static tl_status check_entries(struct append *a)
+{
+    const struct findings found = note_entries(a);
+    const struct place twin = find_twin(a, &found);
+    return twin.ordinal || found.bad.ordinal || found.busy.ordinal ? fail_at(a, &found, twin)
+                                                                   : TL_OK;
+}
+
+/* ---- writing ---- */
+
+/* Some positions of one block, n from `slot` on, and the first token for them. */
+struct piece {
+    uint32_t id;
+    int64_t slot, n, token;
+};
+
+/* One head of a piece into its strip. Returns how many values were lost. */
+static int64_t write_head(const struct append *a, const struct kv_tensor *from, int64_t head,
+                          const struct piece *piece, unsigned char *strip)
+{
+    const struct kv_sizes *size = &a->kv->size;
+    const int64_t D = a->kv->cfg.head_dim, token_bytes = from->token_stride * from->elem;
+    const char *x = (const char *)from->x + head * from->head_stride * from->elem +
+                    piece->token * token_bytes;
+    unsigned char *y = strip + (size_t)piece->slot * size->row;
+    float *scale = kv_strip_scales(a->kv, strip) + piece->slot;
+    int64_t lost = 0;
+    if (size->scale)
+        for (int64_t i = 0; i < piece->n; i++, x += token_bytes, y += size->row) {
+            tl_kv_store_scaled(&a->store, x, y, &scale[i], D);
+            if (scale[i] != scale[i])
+                lost += tl_kv_unrepresentable(&a->store, x, D);
+        }
+    else {
+        const bool is_gapless = from->token_stride == D;
+        const int64_t rows = is_gapless ? 1 : piece->n, width = is_gapless ? piece->n * D : D;
+        for (int64_t i = 0; i < rows; i++, x += token_bytes, y += size->row) {
+            tl_kv_store(&a->store, x, y, width);
+            lost += tl_kv_unrepresentable(&a->store, x, width);
+        }
+    }
+    return lost;
+}
+
+/* One tensor of a run, in the order in which the source lies in memory: one head's tokens after
+ * another's, or one token's heads. */
+static int64_t write_tensor(const struct append *a, const struct kv_tensor *from, bool is_v,
+                            const struct run *run)
+{
+    const tl_kv_pool *kv = a->kv;
+    const int64_t b = kv->cfg.block_tokens, heads = kv->cfg.n_kv_heads;
+    const bool by_token = run->n == 1 || from->head_stride < from->token_stride;
+    const struct kv_entries written = kv_entries_of(kv, run->pos, run->n);
+    int64_t lost = 0;
+    for (int64_t head = 0; head < heads; head += by_token ? heads : 1) {
+        struct piece piece = {.slot = written.slot};
+        for (int64_t entry = written.first, t = 0; t < run->n; t += piece.n, entry++) {
+            piece.id = run->table[entry];
+            piece.slot = t == 0 ? written.slot : 0;
+            piece.n = b - piece.slot < run->n - t ? b - piece.slot : run->n - t;
+            piece.token = run->token + t;
+            unsigned char *slab = kv_slab(kv, piece.id, a->layer, is_v);
+            if (!by_token) {
+                lost += write_head(a, from, head, &piece, slab + (size_t)head * kv->size.strip);
+                continue;
+            }
+            const struct piece all = piece;
+            for (int64_t i = 0; i < all.n; i++)
+                for (int64_t h = 0; h < heads; h++) {
+                    const struct piece one = {all.id, all.slot + i, 1, all.token + i};
+                    lost += write_head(a, from, h, &one, slab + (size_t)h * kv->size.strip);
+                }
+        }
+    }
+    return lost;
+}
+
+/* The sequence that a token belongs to. */
+static int64_t sequence_of(const struct append *a, int64_t token)
+{
+    int64_t lo = 0, hi = a->B;
+    if (a->only || !a->cu_seqlens)
+        return a->only ? 0 : token;
+    while (hi - lo > 1) {
+        const int64_t mid = lo + (hi - lo) / 2;
+        *(a->cu_seqlens[mid] <= token ? &lo : &hi) = mid;
+    }
+    return lo;
+}
+
+static void write_tokens(void *ctx, int64_t lo, int64_t hi, int worker)
+{
+    struct append *a = ctx;
+    int64_t lost = 0;
+    (void)worker;
+    for (int64_t seq = sequence_of(a, lo); lo < hi; seq++) {
+        struct run run = run_of(a, seq);
+        const int64_t skipped = lo - run.token;
+        run.pos += skipped;
+        run.token = lo;
+        run.n = run.n - skipped < hi - lo ? run.n - skipped : hi - lo;
+        if (run.n == 0)
+            continue;
+        lost += write_tensor(a, &a->k, false, &run);
+        lost += write_tensor(a, &a->v, true, &run);
+        lo += run.n;
+    }
+    if (lost)
+        a->unrepresentable += (uint64_t)lost;
+}
+
+/* An element costs about as much as reading and writing it; what is worth waking workers for is
+ * shared out. */
+static int64_t grain_of(const struct append *a)
+{
+    const tl_kv_cfg *cfg = &a->kv->cfg;
+    const int64_t threads = tl_pool_threads(a->tp);
+    const double elements = 2.0 * (double)a->total * cfg->n_kv_heads * cfg->head_dim;
+    if (threads == 1 || !tl_worth_waking(elements / 4))
+        return a->total;
+    return a->total / (4 * threads) + 1;
+}
+
+/* Everything from the tensors on; total > 0. */
+static tl_status append(struct append *a)
+{
+    TL_TRY(tl_kv_check_tensor(a->fn, a->kv, &a->k));
+    TL_TRY(tl_kv_check_tensor(a->fn, a->kv, &a->v));
+    TL_TRY(tl_kernels_require(a->fn, &a->store.kernels));
+    TL_TRY(check_sequences(a));
+    TL_TRY(check_entries(a));
+    TL_TRY(tl_pool_check(a->fn, a->tp));
+    const tl_fpenv caller = tl_fpenv_enter();
+    const tl_status status = tl_pool_run(a->fn, a->tp, a->total, grain_of(a), write_tokens, a);
+    tl_fpenv_leave(caller);
+    a->kv->n_unrepresentable += a->unrepresentable;
+    return status;
+}
+
+tl_status tl_kv_append(tl_kv_pool *kv, uint32_t layer, const uint32_t *block_tables,
+                       int64_t table_stride, const int32_t *cu_seqlens, const int32_t *ctx_lens,
+                       int64_t B, const void *k, const void *v, int32_t dtype,
+                       int64_t k_token_stride, int64_t k_head_stride, int64_t v_token_stride,
+                       int64_t v_head_stride, tl_pool *tp)
+{
+    struct append a = {.fn = "tl_kv_append", .kv = kv, .layer = layer, .tp = tp, .B = B,
+                       .block_tables = block_tables, .table_stride = table_stride,
+                       .cu_seqlens = cu_seqlens, .ctx_lens = ctx_lens, .store.from = dtype};
+    TL_TRY(check_batch(&a));
+    TL_TRY(check_cu_seqlens(&a));
+    a.total = first_token(&a, B);
+    if (a.total == 0)
+        return TL_OK;
+    if (!k || !v)
+        return tl_fail(TL_EINVAL, a.fn, "%s is NULL with %" PRId64 " tokens", !k ? "k" : "v",
+                       a.total);
+    const int64_t elem = kv_elem_bytes(dtype);
+    a.store.to = kv->cfg.dtype;
+    a.k = (struct kv_tensor){"k", k, elem, a.total, k_head_stride, k_token_stride};
+    a.v = (struct kv_tensor){"v", v, elem, a.total, v_head_stride, v_token_stride};
+    return append(&a);
 }
 
 tl_status tl_kv_append_f32(tl_kv_pool *kv, uint32_t layer, const uint32_t *block_table,
                            int32_t n_table, int64_t pos, int64_t T, const float *k, const float *v,
                            int64_t head_stride, int64_t token_stride)
 {
-    const struct tl_kernels *kernels;
-    TL_TRY(check_arguments(kv, layer, n_table, pos, T));
+    const struct kv_positions p = {"tl_kv_append_f32", kv, layer, block_table, n_table, pos, T, k,
+                                   v, head_stride, token_stride};
+    TL_TRY(tl_kv_check_sizes(&p));
     if (T == 0)
         return TL_OK;
-    if (!block_table || !k || !v)
-        return tl_fail(TL_EINVAL, fn, "%s is NULL with T = %" PRId64,
-                       !block_table ? "block_table" : !k ? "k" : "v", T);
-    TL_TRY(check_range(kv, n_table, pos, T));
-    const struct source keys = {k, head_stride, token_stride},
-                        values = {v, head_stride, token_stride};
-    TL_TRY(check_source(kv, "k", &keys, T));
-    TL_TRY(check_source(kv, "v", &values, T));
-    TL_TRY(tl_kernels_require(fn, &kernels));
-    const int64_t b = kv->cfg.block_tokens, entry = pos / b, slot = pos % b;
-    TL_TRY(check_entries(kv, block_table, entry, entry + (slot + T - 1) / b));
-    const struct append append = {kv, kernels, layer, block_table + entry, slot, T};
-    const tl_fpenv caller = tl_fpenv_enter();
-    write_tensor(&append, false, &keys);
-    write_tensor(&append, true, &values);
-    tl_fpenv_leave(caller);
-    return TL_OK;
+    TL_TRY(tl_kv_check_table(&p));
+    const struct run run = {block_table, pos, 0, T};
+    struct append a = {.fn = p.fn, .kv = kv, .layer = layer, .B = 1, .total = T, .only = &run,
+                       .store = {.from = TL_F32, .to = kv->cfg.dtype},
+                       .k = {"k", k, sizeof *k, T, head_stride, token_stride},
+                       .v = {"v", v, sizeof *v, T, head_stride, token_stride}};
+    return append(&a);
 }

@@ -15,6 +15,7 @@
 #include "runtime/alloc.h"
 #include "runtime/fail.h"
 #include "runtime/fpenv.h"
+#include "runtime/kv_inner.h"
 
 /* ---- soundness ---- */
 
@@ -177,20 +178,20 @@ struct kv_layout tl_kv_layout_of(const tl_kv_view *view)
 tl_status tl_kv_pool_view(const tl_kv_pool *kv, uint32_t layer, tl_kv_view *view)
 {
     static const char fn[] = "tl_kv_pool_view";
-    tl_kv_cfg cfg;
     if (!kv || !view)
         return tl_fail(TL_EINVAL, fn, "%s is NULL", !kv ? "kv" : "view");
     if (!is_known_size(view->size))
         return tl_fail(TL_EINVAL, fn, "view: size = %llu, this version's is %zu",
                        (unsigned long long)view->size, sizeof *view);
-    tl_kv_pool_cfg(kv, &cfg);
+    const tl_kv_cfg cfg = kv->cfg;
     if (layer >= cfg.n_layers)
         return tl_fail(TL_EINVAL, fn, "layer = %u, the pool has %u", layer, cfg.n_layers);
-    const int64_t token = cfg.head_dim, head = cfg.block_tokens * token;
-    const int64_t block = (int64_t)tl_kv_block_bytes(kv) / kv_elem_bytes(cfg.dtype);
+    const int64_t elem = kv_elem_bytes(cfg.dtype);
+    const int64_t token = cfg.head_dim, head = (int64_t)kv->size.strip / elem,
+                  block = (int64_t)kv->size.block / elem;
     *view = (tl_kv_view){.size = view->size,
-                         .k = tl_kv_block_ptr(kv, 0, layer, 0),
-                         .v = tl_kv_block_ptr(kv, 0, layer, 1),
+                         .k = kv_slab(kv, 0, layer, false),
+                         .v = kv_slab(kv, 0, layer, true),
                          .dtype = cfg.dtype,
                          .n_blocks = cfg.n_blocks,
                          .block_tokens = cfg.block_tokens,
@@ -203,6 +204,15 @@ tl_status tl_kv_pool_view(const tl_kv_pool *kv, uint32_t layer, tl_kv_view *view
                          .v_block_stride = block,
                          .v_head_stride = head,
                          .v_token_stride = token};
+    if (kv_has_scales(cfg.dtype)) {
+        view->k_scale = tl_kv_scale_ptr(kv, 0, layer, 0);
+        view->v_scale = tl_kv_scale_ptr(kv, 0, layer, 1);
+        view->k_scale_block_stride = view->v_scale_block_stride =
+            (int64_t)(kv->size.block / sizeof(float));
+        view->k_scale_head_stride = view->v_scale_head_stride =
+            (int64_t)(kv->size.strip / sizeof(float));
+        view->k_scale_token_stride = view->v_scale_token_stride = 1;
+    }
     return TL_OK;
 }
 

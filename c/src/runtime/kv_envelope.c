@@ -2,8 +2,8 @@
 /* kv_envelope.c: blocks as bytes that another pool, process or machine can take in.
  *
  * Words. envelope: header, records, checksum. record: one block: hash, fill, payload. payload: its
- * K and V, [n_layers][2][n_kv_heads][b][head_dim] f16. The layout stands in kv_pool.h at
- * tl_kv_export. Import trusts no byte: it checks everything before it takes a block. */
+ * K and V, [n_layers][2][n_kv_heads] strips. The layout stands in kv_pool.h, also at tl_kv_export.
+ * Import trusts no byte: it checks everything before it takes a block. */
 #include <inttypes.h>
 #include <string.h>
 
@@ -54,7 +54,7 @@ static unsigned char *store(unsigned char *p, uint64_t value, size_t n)
 static bool envelope_bytes(const tl_kv_pool *kv, uint32_t n, size_t *out)
 {
     size_t record, records;
-    return tl_add_size(kv->block_bytes, TL_KV_RECORD_HEADER, &record) &&
+    return tl_add_size(kv->size.block, TL_KV_RECORD_HEADER, &record) &&
            tl_mul_size(record, n, &records) && tl_add_size(records, SMALLEST, out);
 }
 
@@ -66,7 +66,7 @@ size_t tl_kv_export_bytes(const tl_kv_pool *kv, uint32_t n)
         (void)tl_fail(TL_EINVAL, fn, "the pool is NULL");
     else if (!envelope_bytes(kv, n, &bytes))
         (void)tl_fail(TL_EINVAL, fn, "%u blocks of %zu bytes pass the address space", n,
-                      kv->block_bytes);
+                      kv->size.block);
     else
         return bytes;
     return 0;
@@ -99,18 +99,26 @@ static unsigned char *put_header(unsigned char *p, const tl_kv_cfg *cfg, uint32_
     return store(p, cfg->head_dim, 4);
 }
 
-/* The K and V of a block that is not full: of each run of block_tokens positions the first `fill`,
- * then zeros. */
-static uint32_t put_part(unsigned char *p, const tl_kv_pool *kv, uint32_t id, uint32_t crc)
+/* n bytes, of which the first `kept` are copied and the rest are zeros. Returns where they end. */
+static unsigned char *put_zeroed(unsigned char *p, const unsigned char *from, size_t kept, size_t n)
 {
-    const size_t row = (size_t)kv->cfg.head_dim * sizeof(uint16_t),
-                 run = row * kv->cfg.block_tokens;
-    const size_t kept = row * kv->block[id].fill;
-    const unsigned char *from = kv_slab(kv, id, 0, false), *end = from + kv->block_bytes;
-    for (; from < end; from += run, p += run) {
-        memcpy(p, from, kept);
-        memset(p + kept, 0, run - kept);
-        crc = tl_crc32c(p, run, crc);
+    memcpy(p, from, kept);
+    memset(p + kept, 0, n - kept);
+    return p + n;
+}
+
+/* A block, strip by strip: of elements and scales those of the first `fill` positions, all else
+ * zeros. */
+static uint32_t put_strips(unsigned char *p, const tl_kv_pool *kv, uint32_t id, uint32_t crc)
+{
+    const struct kv_sizes *size = &kv->size;
+    const size_t fill = kv->block[id].fill;
+    const unsigned char *strip = kv_slab(kv, id, 0, false), *end = strip + size->block;
+    for (; strip < end; strip += size->strip) {
+        unsigned char *scales = put_zeroed(p, strip, fill * size->row, size->scales);
+        put_zeroed(scales, strip + size->scales, fill * size->scale, size->strip - size->scales);
+        crc = tl_crc32c(p, size->strip, crc);
+        p += size->strip;
     }
     return crc;
 }
@@ -120,9 +128,9 @@ static uint32_t put_record(unsigned char *p, const tl_kv_pool *kv, uint32_t id, 
 {
     unsigned char *payload = store(store(p, kv->block[id].hash, 8), kv->block[id].fill, 4);
     crc = tl_crc32c(p, TL_KV_RECORD_HEADER, crc);
-    if (kv->block[id].fill < kv->cfg.block_tokens)
-        return put_part(payload, kv, id, crc);
-    return tl_crc32c_copy(payload, kv_slab(kv, id, 0, false), kv->block_bytes, crc, large);
+    if (kv->block[id].fill < kv->cfg.block_tokens || kv->size.rows < kv->size.scales)
+        return put_strips(payload, kv, id, crc);
+    return tl_crc32c_copy(payload, kv_slab(kv, id, 0, false), kv->size.block, crc, large);
 }
 
 static void put_envelope(unsigned char *p, size_t bytes, const tl_kv_pool *kv, const uint32_t *ids,
@@ -131,7 +139,7 @@ static void put_envelope(unsigned char *p, size_t bytes, const tl_kv_pool *kv, c
     const bool large = bytes >= LARGE;
     unsigned char *record = put_header(p, &kv->cfg, n);
     uint32_t crc = tl_crc32c(p, TL_KV_ENVELOPE_HEADER, 0);
-    for (uint32_t i = 0; i < n; i++, record += TL_KV_RECORD_HEADER + kv->block_bytes)
+    for (uint32_t i = 0; i < n; i++, record += TL_KV_RECORD_HEADER + kv->size.block)
         crc = put_record(record, kv, ids[i], crc, large);
     store(record, crc, CRC_BYTES);
     if (large)
@@ -150,7 +158,7 @@ tl_status tl_kv_export(const tl_kv_pool *kv, const uint32_t *ids, uint32_t n, vo
                                   : "ids");
     if (!envelope_bytes(kv, n, &bytes))
         return tl_fail(TL_EINVAL, fn, "%u blocks of %zu bytes pass the address space", n,
-                       kv->block_bytes);
+                       kv->size.block);
     TL_TRY(check_exportable(fn, kv, ids, n));
     if (cap < bytes) {
         *written = bytes;
@@ -166,34 +174,33 @@ tl_status tl_kv_export(const tl_kv_pool *kv, const uint32_t *ids, uint32_t n, vo
 /* ---- import ---- */
 
 struct envelope {
-    uint32_t version, dtype;
-    tl_kv_cfg cfg;   /* the header's n_blocks and dimensions; the rest unset */
-    uint64_t record; /* bytes of one record, by those dimensions */
+    uint32_t dtype;
+    tl_kv_cfg cfg;   /* what the header says but for the dtype; the version as the format */
+    uint64_t record; /* bytes of one record, by that */
     const unsigned char *records;
 };
 
-/* Measures a record by the header's own dimensions, which may be anything; whether n_blocks of them
- * fill exactly `room` bytes. A product that wraps is no size, even where a factor of 0 comes
- * later. */
+/* Measures a record by the header's own version and dimensions, which may be anything; whether
+ * n_blocks of them fill exactly `room` bytes. Where the version is no format nobody knows. */
 static bool records_fill(struct envelope *e, uint64_t room)
 {
-    const uint32_t dims[] = {e->cfg.block_tokens, e->cfg.n_layers, e->cfg.n_kv_heads,
-                             e->cfg.head_dim};
-    uint64_t payload = 2 * sizeof(uint16_t), total;
-    bool wraps = false;
-    for (int i = 0; i < 4; i++)
-        wraps |= __builtin_mul_overflow(payload, dims[i], &payload);
-    wraps |= __builtin_add_overflow(payload, TL_KV_RECORD_HEADER, &e->record);
-    wraps |= __builtin_mul_overflow(e->record, e->cfg.n_blocks, &total);
-    return e->cfg.n_blocks == 0 ? room == 0 : !wraps && total == room;
+    struct kv_sizes size;
+    uint64_t total;
+    if (!tl_kv_format_is_known(e->cfg.format))
+        return true;
+    if (e->cfg.n_blocks == 0)
+        return room == 0;
+    return tl_kv_measure(&e->cfg, &size) &&
+           !__builtin_add_overflow(size.block, TL_KV_RECORD_HEADER, &e->record) &&
+           !__builtin_mul_overflow(e->record, e->cfg.n_blocks, &total) && total == room;
 }
 
 /* len >= SMALLEST. */
 static struct envelope read_header(const unsigned char *p)
 {
-    return (struct envelope){.version = load16(p + 4),
-                             .dtype = load16(p + 6),
-                             .cfg = {.n_blocks = load32(p + 8),
+    return (struct envelope){.dtype = load16(p + 6),
+                             .cfg = {.format = load16(p + 4),
+                                     .n_blocks = load32(p + 8),
                                      .block_tokens = load32(p + 12),
                                      .n_layers = load32(p + 16),
                                      .n_kv_heads = load32(p + 20),
@@ -204,9 +211,10 @@ static struct envelope read_header(const unsigned char *p)
 static tl_status check_seal(const char *fn, const unsigned char *p, size_t len, struct envelope *e)
 {
     if (!records_fill(e, len - SMALLEST))
-        return tl_fail(TL_EFORMAT, fn, "%zu bytes are not an envelope of %u blocks [%u,2,%u,%u,%u]",
+        return tl_fail(TL_EFORMAT, fn,
+                       "%zu bytes are not an envelope of %u blocks [%u,2,%u,%u,%u] in format %u",
                        len, e->cfg.n_blocks, e->cfg.n_layers, e->cfg.n_kv_heads,
-                       e->cfg.block_tokens, e->cfg.head_dim);
+                       e->cfg.block_tokens, e->cfg.head_dim, e->cfg.format);
     if (memcmp(p, TL_KV_MAGIC, 4) != 0)
         return tl_fail(TL_EFORMAT, fn, "magic %02x %02x %02x %02x is not " TL_KV_MAGIC, p[0], p[1],
                        p[2], p[3]);
@@ -251,9 +259,9 @@ static tl_status check_shape(const char *fn, const tl_kv_cfg *want, const tl_kv_
 
 static tl_status check_contents(const char *fn, const tl_kv_pool *kv, const struct envelope *e)
 {
-    if (e->version != kv->cfg.format)
+    if (e->cfg.format != kv->cfg.format)
         return tl_fail(TL_EFORMAT, fn, "version is %u in the envelope, the pool's format %u",
-                       e->version, kv->cfg.format);
+                       e->cfg.format, kv->cfg.format);
     if (e->dtype != (uint32_t)kv->cfg.dtype)
         return tl_fail(TL_EFORMAT, fn, "dtype is %u in the envelope and %d in the pool", e->dtype,
                        kv->cfg.dtype);
@@ -276,7 +284,7 @@ static void take_in(tl_kv_pool *kv, const struct envelope *e, size_t len, uint32
     for (uint32_t i = 0; i < e->cfg.n_blocks; i++, p += e->record) {
         const uint64_t hash = load64(p);
         kv->block[ids_out[i]].fill = load32(p + 8);
-        tl_copy(kv_slab(kv, ids_out[i], 0, false), p + TL_KV_RECORD_HEADER, kv->block_bytes, large);
+        tl_copy(kv_slab(kv, ids_out[i], 0, false), p + TL_KV_RECORD_HEADER, kv->size.block, large);
         if (hash != 0)
             (void)tl_kv_index_enter(kv, ids_out[i], hash); /* an earlier holder stays */
     }

@@ -19,13 +19,22 @@
 
 #define KV_NONE UINT32_MAX /* no block: ids stop below n_blocks, which is at most this */
 
+/* Bytes within a block. */
+struct kv_sizes {
+    size_t row;            /* the elements of one position in a strip */
+    size_t rows;           /* those of all positions: what follows is padding, then scales */
+    size_t scale;          /* of one position: 4, or 0 in a format without */
+    size_t scales;         /* where they begin */
+    size_t strip, slab;    /* one KV head; K or V of one layer */
+    size_t block;
+};
+
 struct kv_block {
     uint64_t hash;   /* 0: not registered */
     uint32_t refs;   /* 0: free or cached */
     uint32_t fill;   /* positions that hold data; 0 while free */
     uint32_t next;   /* free: the next free block; cached: the one used next after this */
-    /* cached: the one used last before this; used: a table entry that named it, see
-     * tl_kv_append_f32 */
+    /* cached: the one used last before this; used: which table entry named it, see kv_append.c */
     uint32_t prev;
     uint32_t chain;  /* registered: the next block in the same bucket */
     uint32_t bucket; /* of bucket number <this block's id>: its first block */
@@ -33,13 +42,13 @@ struct kv_block {
 
 struct tl_kv_pool {
     tl_kv_cfg cfg;
-    size_t slab_bytes;  /* K or V of one layer of one block */
-    size_t block_bytes;
-    unsigned char *data; /* [n_blocks] of block_bytes */
+    struct kv_sizes size;
+    unsigned char *data; /* [n_blocks] of size.block */
     tl_allocator data_owner, self_owner;
     /* bucket_mask: the smallest 2^i - 1 that covers every bucket number */
     uint32_t n_touched, bucket_mask;
     uint32_t n_used, n_cached, n_evictions;
+    uint64_t n_unrepresentable;
     uint32_t free_head;      /* touched free blocks, last freed first */
     uint32_t oldest, newest; /* cached blocks, by when they were last used */
     struct kv_block block[]; /* [n_blocks] */
@@ -61,7 +70,13 @@ static inline bool kv_writable(const tl_kv_pool *kv, uint32_t id)
 /* One layer's K or V slab; id and layer in range. */
 static inline void *kv_slab(const tl_kv_pool *kv, uint32_t id, uint32_t layer, bool is_v)
 {
-    return kv->data + id * kv->block_bytes + ((size_t)layer * 2 + is_v) * kv->slab_bytes;
+    return kv->data + id * kv->size.block + ((size_t)layer * 2 + is_v) * kv->size.slab;
+}
+
+/* The scales of a strip, in a format that has them. */
+static inline float *kv_strip_scales(const tl_kv_pool *kv, void *strip)
+{
+    return (float *)(void *)((unsigned char *)strip + kv->size.scales);
 }
 
 /* Blocks an allocation could take. */
@@ -69,6 +84,12 @@ static inline uint32_t kv_available(const tl_kv_pool *kv)
 {
     return kv->cfg.n_blocks - kv->n_used;
 }
+
+bool tl_kv_format_is_known(uint32_t format);
+
+/* The sizes of a block in a format that is known, whatever the dimensions. False where one wraps,
+ * even where a factor of 0 comes later. */
+bool tl_kv_measure(const tl_kv_cfg *cfg, struct kv_sizes *out);
 
 /* Takes one block with one reference and fill 0, evicting where nothing is free. kv_available() >
  * 0. */

@@ -143,6 +143,56 @@ static void retire(tl_kv_pool *kv, uint32_t id)
     kv->free_head = id;
 }
 
+/* ---- formats ---- */
+
+/* FORMAT(format, dtype, bytes of an element, bytes of a scale) */
+#define FORMATS(FORMAT)                           \
+    FORMAT(TL_KV_FORMAT_F16, TL_F16, 2, 0)        \
+    FORMAT(TL_KV_FORMAT_E4M3, TL_F8_E4M3, 1, 4)   \
+    FORMAT(TL_KV_FORMAT_I8, TL_I8, 1, 4)          \
+    FORMAT(TL_KV_FORMAT_BF16, TL_BF16, 2, 0)      \
+    FORMAT(TL_KV_FORMAT_F32, TL_F32, 4, 0)
+
+struct format {
+    uint32_t format;
+    tl_dtype dtype;
+    size_t element, scale;
+};
+
+/* NULL where there is none. */
+static const struct format *find_format(uint32_t format)
+{
+#define FORMAT(...) {__VA_ARGS__},
+    static const struct format formats[] = {FORMATS(FORMAT)};
+#undef FORMAT
+    for (size_t i = 0; i < sizeof formats / sizeof formats[0]; i++)
+        if (formats[i].format == format)
+            return &formats[i];
+    return NULL;
+}
+
+bool tl_kv_format_is_known(uint32_t format)
+{
+    return find_format(format) != NULL;
+}
+
+bool tl_kv_measure(const tl_kv_cfg *cfg, struct kv_sizes *out)
+{
+    const struct format *format = find_format(cfg->format);
+    size_t scales;
+    if (!tl_mul_size(cfg->head_dim, format->element, &out->row) ||
+        !tl_mul_size(out->row, cfg->block_tokens, &out->rows))
+        return false;
+    const size_t padding = format->scale ? -out->rows % format->scale : 0;
+    out->scale = format->scale;
+    return tl_add_size(out->rows, padding, &out->scales) &&
+           tl_mul_size(cfg->block_tokens, format->scale, &scales) &&
+           tl_add_size(out->scales, scales, &out->strip) &&
+           tl_mul_size(out->strip, cfg->n_kv_heads, &out->slab) &&
+           tl_mul_size(out->slab, cfg->n_layers, &out->block) &&
+           tl_mul_size(out->block, 2, &out->block);
+}
+
 /* ---- making a pool ---- */
 
 static tl_status check_cfg(const char *fn, const tl_kv_cfg *cfg)
@@ -158,29 +208,26 @@ static tl_status check_cfg(const char *fn, const tl_kv_cfg *cfg)
     for (size_t i = 0; i < sizeof dims / sizeof dims[0]; i++)
         if (dims[i].value == 0)
             return tl_fail(TL_EINVAL, fn, "%s is 0", dims[i].name);
-    if (cfg->format != TL_KV_FORMAT_V1)
-        return tl_fail(TL_EUNSUPPORTED, fn, "format %u; this build knows %u", cfg->format,
-                       TL_KV_FORMAT_V1);
-    if (cfg->dtype != TL_F16)
-        return tl_fail(TL_EUNSUPPORTED, fn, "dtype %d; format %u is f16 (%d)", cfg->dtype,
-                       cfg->format, TL_F16);
+    const struct format *format = find_format(cfg->format);
+#define FORMAT(name, dtype, ...) "; " #name " is of " #dtype
+    if (!format || cfg->dtype != format->dtype)
+        return tl_fail(TL_EUNSUPPORTED, fn, "format %u of dtype %d" FORMATS(FORMAT), cfg->format,
+                       cfg->dtype);
+#undef FORMAT
     return TL_OK;
 }
 
 struct sizes {
-    size_t slab, block, data, self;
+    struct kv_sizes of;
+    size_t data, self;
 };
 
 /* False where a size would wrap, or pass what a pointer difference can hold. */
 static bool measure(const tl_kv_cfg *cfg, struct sizes *out)
 {
     size_t records;
-    return tl_mul_size(cfg->n_kv_heads, cfg->block_tokens, &out->slab) &&
-           tl_mul_size(out->slab, cfg->head_dim, &out->slab) &&
-           tl_mul_size(out->slab, sizeof(uint16_t), &out->slab) &&
-           tl_mul_size(out->slab, cfg->n_layers, &out->block) &&
-           tl_mul_size(out->block, 2, &out->block) &&
-           tl_mul_size(out->block, cfg->n_blocks, &out->data) && out->data <= PTRDIFF_MAX &&
+    return tl_kv_measure(cfg, &out->of) &&
+           tl_mul_size(out->of.block, cfg->n_blocks, &out->data) && out->data <= PTRDIFF_MAX &&
            tl_mul_size(cfg->n_blocks, sizeof(struct kv_block), &records) &&
            tl_add_size(records, sizeof(tl_kv_pool), &out->self) && out->self <= PTRDIFF_MAX;
 }
@@ -198,11 +245,10 @@ static tl_status new_pool(const char *fn, const tl_kv_cfg *cfg, const struct siz
     if (!data) {
         tl_owned_free(&self_owner, kv);
         return tl_fail(TL_ENOMEM, fn, "no %zu bytes for %u blocks of %zu", size->data,
-                       cfg->n_blocks, size->block);
+                       cfg->n_blocks, size->of.block);
     }
     *kv = (tl_kv_pool){.cfg = *cfg,
-                       .slab_bytes = size->slab,
-                       .block_bytes = size->block,
+                       .size = size->of,
                        .data = data,
                        .data_owner = data_owner,
                        .self_owner = self_owner,
@@ -317,7 +363,7 @@ tl_status tl_kv_cow(tl_kv_pool *kv, uint32_t id, uint32_t *out)
     /* `id` is used, so it is not among those that can be evicted. The whole block moves: layers may
      * hold more than the fill. */
     const uint32_t copy = tl_kv_take(kv);
-    memcpy(kv_slab(kv, copy, 0, false), kv_slab(kv, id, 0, false), kv->block_bytes);
+    memcpy(kv_slab(kv, copy, 0, false), kv_slab(kv, id, 0, false), kv->size.block);
     kv->block[copy].fill = kv->block[id].fill;
     kv->block[id].refs--;
     *out = copy;
@@ -438,17 +484,33 @@ tl_status tl_kv_lookup(tl_kv_pool *kv, uint64_t hash, uint32_t *id)
 
 /* ---- looking at a pool ---- */
 
+static tl_status check_slab(const char *fn, const tl_kv_pool *kv, uint32_t id, uint32_t layer)
+{
+    TL_TRY(check_id(fn, kv, id));
+    if (layer >= kv->cfg.n_layers)
+        return tl_fail(TL_EINVAL, fn, "layer %u is out of range: the pool has %u", layer,
+                       kv->cfg.n_layers);
+    return TL_OK;
+}
+
 void *tl_kv_block_ptr(const tl_kv_pool *kv, uint32_t id, uint32_t layer, int is_v)
 {
-    static const char fn[] = "tl_kv_block_ptr";
-    if (check_id(fn, kv, id) != TL_OK)
+    if (check_slab("tl_kv_block_ptr", kv, id, layer) != TL_OK)
         return NULL;
-    if (layer >= kv->cfg.n_layers) {
-        (void)tl_fail(TL_EINVAL, fn, "layer %u is out of range: the pool has %u", layer,
-                      kv->cfg.n_layers);
+    return kv_slab(kv, id, layer, is_v != 0);
+}
+
+float *tl_kv_scale_ptr(const tl_kv_pool *kv, uint32_t id, uint32_t layer, int is_v)
+{
+    static const char fn[] = "tl_kv_scale_ptr";
+    if (check_slab(fn, kv, id, layer) != TL_OK)
+        return NULL;
+    if (kv->size.scale == 0) {
+        (void)tl_fail(TL_EUNSUPPORTED, fn, "format %u, of dtype %d, has no scales",
+                      kv->cfg.format, kv->cfg.dtype);
         return NULL;
     }
-    return kv_slab(kv, id, layer, is_v != 0);
+    return kv_strip_scales(kv, kv_slab(kv, id, layer, is_v != 0));
 }
 
 void tl_kv_pool_cfg(const tl_kv_pool *kv, tl_kv_cfg *out)
@@ -462,7 +524,7 @@ void tl_kv_pool_cfg(const tl_kv_pool *kv, tl_kv_cfg *out)
 size_t tl_kv_block_bytes(const tl_kv_pool *kv)
 {
     if (kv)
-        return kv->block_bytes;
+        return kv->size.block;
     (void)tl_fail(TL_EINVAL, "tl_kv_block_bytes", "the pool is NULL");
     return 0;
 }
@@ -490,5 +552,5 @@ void tl_kv_stats_get(const tl_kv_pool *kv, tl_kv_stats *out)
         (void)tl_fail(TL_EINVAL, "tl_kv_stats_get", "%s is NULL", kv ? "out" : "the pool");
     else
         *out = (tl_kv_stats){kv_available(kv) - kv->n_cached, kv->n_used, kv->n_cached,
-                             kv->n_evictions, 0};
+                             kv->n_evictions, kv->n_unrepresentable};
 }

@@ -58,7 +58,7 @@ static inline void kv_paint(tl_kv_pool *kv, uint64_t seed)
 
 static inline tl_kv_stats kv_stats(const tl_kv_pool *kv)
 {
-    tl_kv_stats stats = {7, 7, 7, 7};
+    tl_kv_stats stats = {7, 7, 7, 7, 7};
     tl_kv_stats_get(kv, &stats);
     return stats;
 }

@@ -24,6 +24,12 @@ static uint16_t f16_ref(float x)
     return (uint16_t)(sign + n + (uint64_t)(e + 14) * 1024);
 }
 
+/* Whether f16 has nothing for x: it is NaN, or becomes infinite. */
+static int is_lost(float x)
+{
+    return isnan(x) || (!isinf(x) && fabs((double)x) >= 65520.0);
+}
+
 /* A sequence to append to, and where its source elements lie. */
 struct source {
     int64_t head_stride, token_stride;
@@ -54,6 +60,7 @@ static void append_and_compare(tl_kv_pool *kv, uint32_t layer, const uint32_t *t
                 const int64_t at = h * s->head_stride + t * s->token_stride + d;
                 const uint32_t id = table[(pos + t) / c->block_tokens],
                                slot = (uint32_t)((pos + t) % c->block_tokens);
+                want.stats.unrepresentable += (uint64_t)(is_lost(s->k[at]) + is_lost(s->v[at]));
                 slot_of(kv, want.bytes, id, layer, 0, h, slot)[d] = f16_ref(s->k[at]);
                 slot_of(kv, want.bytes, id, layer, 1, h, slot)[d] = f16_ref(s->v[at]);
             }

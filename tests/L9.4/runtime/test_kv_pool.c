@@ -228,7 +228,7 @@ TEST(null_is_refused_and_named)
 {
     tl_kv_pool *kv = kv_new(4, 4, 1, 1, 4);
     uint32_t id = 77;
-    tl_kv_stats stats = {1, 2, 3, 4};
+    tl_kv_stats stats = {1, 2, 3, 4, 5};
     tl_kv_cfg cfg = kv_cfg(1, 2, 3, 4, 5);
     tl_set_last_error(NULL);
     CHECK_STATUS(tl_kv_alloc(NULL, 1, &id), TL_EINVAL);
@@ -281,7 +281,7 @@ TEST(null_is_refused_and_named)
     CHECK(tl_kv_block_hash(5, NULL, 3) == 0, "hash");
     say("tl_kv_block_hash", "3");
     CHECK(id == 77 && block.hash == 5 && block.fill == 7 && stats.free == 1 &&
-              stats.evictions == 4 && cfg.head_dim == 5,
+              stats.evictions == 4 && stats.unrepresentable == 5 && cfg.head_dim == 5,
           "an output was written");
     CHECK_STATS(kv, 4, 0, 0, 0);
     tl_kv_pool_destroy(kv);
@@ -917,7 +917,7 @@ static int model_holder(const struct model *m, uint64_t hash)
 
 static tl_kv_stats model_stats(const struct model *m)
 {
-    tl_kv_stats s = {0, 0, 0, m->evictions};
+    tl_kv_stats s = {.evictions = m->evictions};
     for (int i = 0; i < MODEL_BLOCKS; i++)
         *(m->refs[i] ? &s.used : m->hash[i] ? &s.cached : &s.free) += 1;
     return s;
