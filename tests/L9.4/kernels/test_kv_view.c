@@ -353,7 +353,10 @@ TEST(every_member_that_is_not_sound_is_named)
         {offsetof(tl_kv_view, size), 112, "size = 112"},
         {offsetof(tl_kv_view, size), 185, "size = 185"},
         {offsetof(tl_kv_view, dtype), -1, "dtype = -1"},
-        {offsetof(tl_kv_view, dtype), TL_F8_E4M3, "dtype = 3"},
+        {offsetof(tl_kv_view, dtype), TL_F8_E5M2, "dtype = 4"},
+        {offsetof(tl_kv_view, dtype), TL_U8, "dtype = 6"},
+        {offsetof(tl_kv_view, dtype), TL_F8_E4M3, "k_scale is NULL, and dtype = 3 has scales"},
+        {offsetof(tl_kv_view, dtype), TL_I8, "k_scale is NULL, and dtype = 5 has scales"},
         {offsetof(tl_kv_view, dtype), INT32_MAX, "dtype = 2147483647"},
         {offsetof(tl_kv_view, reserved), 1, "reserved = 1"},
         {offsetof(tl_kv_view, k_scale), 0x1000, "k_scale is given"},
@@ -794,13 +797,8 @@ TEST(bad_arguments_are_refused_and_named)
         {INT64_MAX, x, x, TL_F32, {8, 8, 4, 4}, TL_EINVAL, "T = 9223372036854775807 "},
         {3, NULL, x, TL_F32, {8, 8, 4, 4}, TL_EINVAL, "k is NULL"},
         {3, x, NULL, TL_F32, {8, 8, 4, 4}, TL_EINVAL, "v is NULL"},
-        {3,
-         x,
-         x,
-         TL_BF16,
-         {8, 8, 4, 4},
-         TL_EUNSUPPORTED,
-         "dtype = 2 is neither TL_F32 nor the view's, 1"},
+        {3, x, x, TL_BF16, {8, 8, 4, 4}, TL_EUNSUPPORTED,
+         "dtype = 2 cannot be written to a view of 1"},
         {3, x, x, -1, {8, 8, 4, 4}, TL_EUNSUPPORTED, "dtype = -1"},
         {3, x, x, TL_F8_E4M3, {8, 8, 4, 4}, TL_EUNSUPPORTED, "dtype = 3"},
         {3, x, x, INT32_MIN, {8, 8, 4, 4}, TL_EUNSUPPORTED, "dtype = -2147483648"},
@@ -841,7 +839,7 @@ TEST(bad_arguments_are_refused_and_named)
     write_and_compare(&s, &ok, "all in order");
     struct store wide = store_make(BLOCK_HEAD_SLOT, TL_F32, 3, H, 5, D, D); /* nothing is widened */
     c = ok, c.dtype = TL_F16;
-    check_refused(&wide, &c, TL_EUNSUPPORTED, "dtype = 1 is neither TL_F32 nor the view's, 0");
+    check_refused(&wide, &c, TL_EUNSUPPORTED, "dtype = 1 cannot be written to a view of 0");
     store_free(&wide);
     store_free(&s);
 }

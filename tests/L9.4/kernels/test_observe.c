@@ -115,7 +115,8 @@ TEST(reading_badly_is_refused)
     read_make(&c, 16, 0, 3);
     const tl_kv_view sound = c.view;
     const tl_kv_view no_k = {.v = sound.v}, no_v = {.k = sound.k};
-    const tl_kv_view odd = {.size = sizeof odd, .k = sound.k, .v = sound.v, .dtype = TL_I8};
+    const tl_kv_view odd = {.size = sizeof odd, .k = sound.k, .v = sound.v,
+                            .dtype = TL_F8_E5M2};
     CHECK_STATUS(tl_kv_read(&sound, c.tables, 5, c.ctx, 0, 0, NULL, &word), TL_OK);
     CHECK(word == 0, "%llx of nothing", (unsigned long long)word);
     word = 5;
@@ -129,7 +130,7 @@ TEST(reading_badly_is_refused)
     } bad[] = {{NULL, c.tables, 5, c.ctx, 3, "view is NULL"},
                {&no_k, c.tables, 5, c.ctx, 3, "view: k is NULL"},
                {&no_v, c.tables, 5, c.ctx, 3, "view: v is NULL"},
-               {&odd, c.tables, 5, c.ctx, 3, "dtype"},
+               {&odd, c.tables, 5, c.ctx, 3, "dtype = 4"},
                {&sound, NULL, 5, c.ctx, 3, "block_tables is NULL"},
                {&sound, c.tables, 5, NULL, 3, "ctx_lens is NULL"},
                {&sound, c.tables, 0, c.ctx, 3, "table_stride = 0 is below 1"},
