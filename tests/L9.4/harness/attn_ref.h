@@ -51,7 +51,7 @@ static inline float *floats(int64_t n)
 /* ---- the arithmetic ---- */
 
 /* One row of q against the keys of its KV head: k is [positions][D] from position 0, v likewise or
- * Dv wide; positions lo .. hi are seen. */
+ * Dv wide; positions lo .. hi are seen. Of eight bits k and v are the codes, widened (ref_code). */
 struct ref_row {
     const float *q, *k, *v;
     int64_t D, lo, hi;
@@ -61,6 +61,8 @@ struct ref_row {
     float softcap;      /* 0: none */
     const float *slope; /* of alibi, or NULL */
     int64_t p;          /* where the row stands: read where there is a slope */
+    /* [positions], of eight bits: what dots and weights are multiplied by (ref_code_scale); or NULL */
+    const float *ks, *vs;
 };
 
 static inline int64_t ref_width(const struct ref_row *r)
@@ -116,7 +118,10 @@ static inline float ref_score(const struct ref_row *r, int64_t j)
     float lane[16] = {0};
     for (int64_t d = 0; d < r->D; d++)
         lane[d % 16] = fmaf(r->q[d], r->k[j * r->D + d], lane[d % 16]);
-    float s = r->scale * ref_fold(lane);
+    float dot = ref_fold(lane);
+    if (r->ks)
+        dot = r->ks[j] * dot;
+    float s = r->scale * dot;
     if (r->softcap > 0) {
         const float y = s / r->softcap;
         s = r->softcap * ref_tanh(y);
@@ -151,9 +156,10 @@ static inline void ref_split(const struct ref_row *r, int64_t from, int64_t to,
         }
         for (int64_t j = lo; j <= hi; j++) {
             const float p = tl_expf(s[j - lo] - m);
+            const float w = r->vs ? p * r->vs[j] : p;
             lane[j % 16] = lane[j % 16] + p;
             for (int64_t d = 0; d < Dv; d++)
-                a[d] = fmaf(p, r->v[j * Dv + d], a[d]);
+                a[d] = fmaf(w, r->v[j * Dv + d], a[d]);
         }
     }
     state->m = m;
@@ -321,9 +327,26 @@ static inline float ref_widen(uint16_t h)
     return table[h];
 }
 
+/* An int8 is its integer; an e4m3 2^-8 of its value, which its scale gives back. */
+static inline float ref_code(int32_t dtype, uint8_t code)
+{
+    const int e = code >> 3 & 15, f = code & 7;
+    if (dtype == TL_I8)
+        return (float)(code < 128 ? code : code - 256);
+    const float size = (code & 127) == 127
+                           ? NAN
+                           : ldexpf((float)(e ? 8 + f : f), (e ? e : 1) - 10 - 8);
+    return code >> 7 ? -size : size;
+}
+
+static inline float ref_code_scale(int32_t dtype, float scale)
+{
+    return dtype == TL_I8 ? scale : 256 * scale;
+}
+
 static inline size_t dtype_bytes(int32_t dtype)
 {
-    return dtype == TL_F32 ? 4 : 2;
+    return dtype == TL_F32 ? 4 : dtype == TL_F16 || dtype == TL_BF16 ? 2 : 1;
 }
 
 /* Puts x, which dtype holds exactly. */
