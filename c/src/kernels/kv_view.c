@@ -293,7 +293,7 @@ static tl_status choose_conversion(struct write *w, tl_dtype dtype)
                        to);
     w->store.from = dtype;
     w->store.to = to;
-    return tl_kernels_require(FN, &w->store.kernels);
+    return TL_OK;
 }
 
 static tl_status choose_scaling(const struct write *w, struct side *side)
@@ -308,7 +308,7 @@ static tl_status choose_scaling(const struct write *w, struct side *side)
         side->scaling = SCALES_STAY;
     else if (is_one && to->dtype == TL_F8_E4M3)
         side->scaling = SCALES_SHARED;
-    else if (!is_one && !tl_overlapping_axis(1, axis, 3, &span))
+    else if (!tl_overlapping_axis(1, axis, 3, &span))
         side->scaling = SCALES_OWN;
     else
         return tl_fail(TL_EUNSUPPORTED, FN,
@@ -463,6 +463,7 @@ tl_status tl_kv_write_slots(const tl_kv_view *view, const int64_t *slots, int64_
     TL_TRY(choose_conversion(&w, dtype));
     TL_TRY(choose_scaling(&w, &w.side[0]));
     TL_TRY(choose_scaling(&w, &w.side[1]));
+    TL_TRY(tl_kernels_require(FN, &w.store.kernels));
     TL_TRY(look_at_slots(&w));
     if (w.end == 0)
         return TL_OK;

@@ -58,7 +58,7 @@ static int64_t element(const struct store *s, int is_v, int64_t block, int64_t h
 
 static int64_t elem_bytes(int32_t dtype)
 {
-    return dtype == TL_F32 ? 4 : 2;
+    return dtype == TL_F32 ? 4 : dtype == TL_F8_E4M3 || dtype == TL_I8 ? 1 : 2;
 }
 
 static void paint(void *p, size_t n, uint64_t seed)
@@ -470,6 +470,84 @@ TEST(views_at_the_edge_are_sound)
     CHECK_STATUS(check_view(&view), TL_EINVAL);
 }
 
+/* The sound view in eight bits, with a scale a row. */
+static tl_kv_view sound_eights(void)
+{
+    tl_kv_view view = sound_view();
+    view.dtype = TL_I8, view.k_scale = view.v_scale = (const float *)0x1000;
+    view.k_scale_block_stride = view.v_scale_block_stride = 8;
+    view.k_scale_head_stride = view.v_scale_head_stride = 4;
+    view.k_scale_token_stride = view.v_scale_token_stride = 1;
+    return view;
+}
+
+TEST(every_member_of_scales_that_is_not_sound_is_named)
+{
+    static const struct {
+        size_t at;
+        int64_t value;
+        const char *words;
+    } bad[] = {
+        {offsetof(tl_kv_view, k_scale), 0, "k_scale is NULL, and dtype = "},
+        {offsetof(tl_kv_view, v_scale), 0, "v_scale is NULL, and dtype = "},
+        {offsetof(tl_kv_view, k_scale), 0x1001, "k_scale at 0x1001 is not aligned"},
+        {offsetof(tl_kv_view, k_scale), 0x1002, "k_scale at 0x1002 is not aligned"},
+        {offsetof(tl_kv_view, v_scale), 0x1003, "v_scale at 0x1003 is not aligned"},
+        {offsetof(tl_kv_view, k_scale_block_stride), -1, "k_scale_block_stride = -1 is negative"},
+        {offsetof(tl_kv_view, k_scale_head_stride), -4, "k_scale_head_stride = -4 is negative"},
+        {offsetof(tl_kv_view, k_scale_token_stride), INT64_MIN,
+         "k_scale_token_stride = -9223372036854775808 is negative"},
+        {offsetof(tl_kv_view, v_scale_block_stride), INT64_MIN,
+         "v_scale_block_stride = -9223372036854775808 is negative"},
+        {offsetof(tl_kv_view, v_scale_head_stride), -1, "v_scale_head_stride = -1 is negative"},
+        {offsetof(tl_kv_view, v_scale_token_stride), -1, "v_scale_token_stride = -1 is negative"},
+        {offsetof(tl_kv_view, k_scale_block_stride), INT64_MAX, "k_scale from 0x1000 on passes"},
+        {offsetof(tl_kv_view, k_scale_head_stride), INT64_MAX, "k_scale from 0x1000 on passes"},
+        {offsetof(tl_kv_view, v_scale_token_stride), INT64_MAX / 3, "v_scale from 0x1000 on passes"},
+        {offsetof(tl_kv_view, v_scale_block_stride), INT64_MAX / 8, "v_scale from 0x1000 on passes"},
+        /* of 24 scales the last would begin where memory ends */
+        {offsetof(tl_kv_view, v_scale), -92, "v_scale from 0xffffffffffffffa4 on passes"},
+    };
+    static const int32_t dtypes[] = {TL_I8, TL_F8_E4M3};
+    for (size_t i = 0; i < 2 * sizeof bad / sizeof bad[0]; i++) {
+        tl_kv_view view = sound_eights();
+        view.dtype = dtypes[i % 2];
+        memcpy((char *)&view + bad[i / 2].at, &bad[i / 2].value, 8);
+        tl_set_last_error(NULL);
+        CHECK(check_view(&view) == TL_EINVAL, "case %zu (%s) passed", i, bad[i / 2].words);
+        CHECK(strncmp(tl_last_error(), "tl_x: view: ", 12) == 0 &&
+                  strstr(tl_last_error(), bad[i / 2].words),
+              "\"%s\", not \"...%s\"", tl_last_error(), bad[i / 2].words);
+        /* after what comes before it, and before what comes behind */
+        view.k_token_stride = 0;
+        CHECK_STATUS(check_view(&view), TL_EINVAL);
+        CHECK(strstr(tl_last_error(), bad[i / 2].words), "\"%s\"", tl_last_error());
+        view.head_dim_v = 0;
+        CHECK_STATUS(check_view(&view), TL_EINVAL);
+        CHECK(strstr(tl_last_error(), "head_dim_v = 0"), "\"%s\"", tl_last_error());
+    }
+}
+
+TEST(scales_may_be_shared_and_lie_anywhere)
+{
+    tl_kv_view view = sound_eights();
+    CHECK_STATUS(check_view(&view), TL_OK);
+    view.dtype = TL_F8_E4M3;
+    CHECK_STATUS(check_view(&view), TL_OK);
+    view.v_scale = (const float *)(uintptr_t)(0u - 24 * sizeof(float) - 4); /* all but one word */
+    CHECK_STATUS(check_view(&view), TL_OK);
+    view = sound_eights(); /* one for all; one for each position; rows one into another */
+    view.k_scale_block_stride = view.k_scale_head_stride = view.k_scale_token_stride = 0;
+    view.v_scale_head_stride = 0;
+    CHECK_STATUS(check_view(&view), TL_OK);
+    view.k_scale_block_stride = view.k_scale_head_stride = view.k_scale_token_stride = 1;
+    CHECK_STATUS(check_view(&view), TL_OK);
+    view = sound_eights(); /* an axis of one is never stepped along */
+    view.n_blocks = view.n_kv_heads = 1;
+    view.k_scale_block_stride = view.v_scale_head_stride = INT64_MAX;
+    CHECK_STATUS(check_view(&view), TL_OK);
+}
+
 /* Whether in some order of the axes each steps over all that those before it span. */
 static bool nests(const int64_t n[3], const int64_t stride[3], int64_t width)
 {
@@ -773,6 +851,404 @@ TEST(strides_that_are_never_stepped_along_may_be_anything)
     }
     elements_free(x, D, TL_F32);
     store_free(&s);
+}
+
+/* ---- eight bits ---- */
+
+enum scales_at {
+    OF_ROWS,          /* [N,H,b] */
+    OF_ROWS_BY_TOKEN, /* [N,b,H] */
+    OF_ROWS_IN_GAPS,  /* [N,H,b], a float behind each */
+    OF_ROWS_BY_HEAD,  /* [H,N,b] */
+    N_OF_ROWS,
+    OF_TENSOR = N_OF_ROWS, /* one */
+    OF_TOKENS,             /* [N,b] */
+    OF_HEADS,              /* [H] */
+    OF_BLOCKS              /* [N,H] */
+};
+
+/* A store of eight bits, with its scales: of K and V behind one another. */
+struct eights {
+    struct store s;
+    enum scales_at at;
+    int64_t n_scales; /* of a side */
+    float *scales;    /* the last one is followed by an unmapped page */
+};
+
+static int64_t scale_at(const struct eights *x, int64_t block, int64_t head, int64_t slot)
+{
+    const int64_t N = x->s.N, H = x->s.H, b = x->s.b;
+    switch (x->at) {
+    case OF_ROWS: return (block * H + head) * b + slot;
+    case OF_ROWS_BY_TOKEN: return (block * b + slot) * H + head;
+    case OF_ROWS_IN_GAPS: return ((block * H + head) * b + slot) * 2;
+    case OF_ROWS_BY_HEAD: return (head * N + block) * b + slot;
+    case OF_TENSOR: return 0;
+    case OF_TOKENS: return block * b + slot;
+    case OF_HEADS: return head;
+    default: return block * H + head;
+    }
+}
+
+static struct eights eights_make(enum layout layout, enum scales_at at, int32_t dtype,
+                                 const int64_t shape[5])
+{
+    struct eights x = {.s = store_make(layout, dtype, shape[0], shape[1], shape[2], shape[3],
+                                       shape[4]),
+                       .at = at};
+    tl_kv_view *view = &x.s.view;
+    x.n_scales = scale_at(&x, shape[0] - 1, shape[1] - 1, shape[2] - 1) + 1;
+    x.scales = guarded((size_t)x.n_scales * 8);
+    paint(x.scales, (size_t)x.n_scales * 8, 78);
+    view->k_scale = x.scales, view->v_scale = x.scales + x.n_scales;
+    view->k_scale_block_stride = view->v_scale_block_stride = scale_at(&x, 1, 0, 0);
+    view->k_scale_head_stride = view->v_scale_head_stride = scale_at(&x, 0, 1, 0);
+    view->k_scale_token_stride = view->v_scale_token_stride = scale_at(&x, 0, 0, 1);
+    return x;
+}
+
+static void eights_free(struct eights *x)
+{
+    store_free(&x->s);
+    guarded_free(x->scales, (size_t)x->n_scales * 8);
+}
+
+/* An element of a source, as f32. */
+static float wide_ref(const void *x, int64_t at, int32_t dtype)
+{
+    if (dtype == TL_F32)
+        return ((const float *)x)[at];
+    const uint16_t h = ((const uint16_t *)x)[at];
+    if (dtype == TL_BF16)
+        return float_of((uint32_t)h << 16);
+    const int e = h >> 10 & 31, f = h & 1023;
+    const float size = e == 31 ? (f ? NAN : INFINITY)
+                               : ldexpf((float)(e ? 1024 + f : f), (e ? e : 1) - 25);
+    return h >> 15 ? -size : size;
+}
+
+/* As narrow_ref, with three bits, no infinity and saturation. */
+static uint8_t e4m3_ref(float x)
+{
+    const uint8_t sign = signbit(x) ? 0x80 : 0;
+    if (isnan(x))
+        return 0x7F;
+    if (fabsf(x) >= 480)
+        return sign | 0x7E;
+    int e = -6;
+    while (fabs((double)x) >= ldexp(1.0, e + 1))
+        e++;
+    const double steps = ldexp(fabs((double)x), 3 - e), whole = floor(steps), rest = steps - whole;
+    const double n =
+        whole + (rest > 0.5 || (rest == 0.5 && fmod(whole, 2) == 1)) + 8.0 * (e + 6);
+    return (uint8_t)(sign | (n < 0x7E ? (int)n : 0x7E));
+}
+
+static uint8_t code_ref(int32_t dtype, float x)
+{
+    return dtype == TL_F8_E4M3 ? e4m3_ref(x) : (uint8_t)(int8_t)nearbyint((double)x);
+}
+
+/* The codes of one row, and its scale. */
+static void store_ref(const float *x, int64_t D, int32_t dtype, uint8_t *codes, float *scale)
+{
+    float largest = 0;
+    bool finite = true;
+    for (int64_t d = 0; d < D; d++) {
+        finite = finite && isfinite(x[d]);
+        largest = fabsf(x[d]) > largest ? fabsf(x[d]) : largest;
+    }
+    const float top = dtype == TL_I8 ? 127 : 448;
+    const bool stored = finite && largest >= 0x1p-100f;
+    *scale = !finite ? float_of(0x7FC00000) : stored ? largest / top : 0;
+    const float r = top / largest;
+    for (int64_t d = 0; d < D; d++)
+        codes[d] = stored ? code_ref(dtype, x[d] * r) : 0;
+}
+
+/* The row of token t and head h as it must stand in a picture of the store and of the scales. */
+static void row_ref(const struct eights *x, const struct call *c, int is_v, int64_t t, int64_t h,
+                    unsigned char *bytes, float *scales)
+{
+    enum { MOST = 640 };
+    const struct store *s = &x->s;
+    const int64_t block = c->slots[t] / s->b, slot = c->slots[t] % s->b, D = is_v ? s->Dv : s->Dk,
+                  from = t * c->token_stride[is_v] + h * c->head_stride[is_v],
+                  to = element(s, is_v, block, h, slot, 0);
+    float *scale = scales + is_v * x->n_scales + scale_at(x, block, h, slot), row[MOST];
+    if (c->dtype == s->dtype) {
+        memcpy(bytes + to, (const char *)c->from[is_v] + from, (size_t)D);
+        return;
+    }
+    for (int64_t d = 0; d < D; d++)
+        row[d] = wide_ref(c->from[is_v], from + d, c->dtype);
+    if (x->at == OF_TENSOR) {
+        const float r = 1 / *scale;
+        for (int64_t d = 0; d < D; d++)
+            bytes[to + d] = e4m3_ref(row[d] * r);
+    } else {
+        store_ref(row, D, s->dtype, bytes + to, scale);
+    }
+}
+
+/* Writes, and compares codes and scales with a picture of them in which the given slots alone
+ * differ. */
+static void write_eights_and_compare(const struct eights *x, const struct call *c,
+                                     const char *what)
+{
+    const size_t n_bytes = (size_t)x->n_scales * 8;
+    unsigned char *bytes = malloc(x->s.n_bytes);
+    float *scales = malloc(n_bytes);
+    memcpy(bytes, x->s.bytes, x->s.n_bytes), memcpy(scales, x->scales, n_bytes);
+    for (int is_v = 0; is_v < 2; is_v++)
+        for (int64_t t = 0; t < c->T; t++)
+            for (int64_t h = 0; c->slots[t] >= 0 && h < x->s.H; h++)
+                row_ref(x, c, is_v, t, h, bytes, scales);
+    tl_set_last_error("as it was");
+    const tl_status status = write_slots(&x->s, c);
+    const int same = memcmp(x->s.bytes, bytes, x->s.n_bytes) == 0,
+              same_scales = memcmp(x->scales, scales, n_bytes) == 0;
+    free(bytes), free(scales);
+    CHECK(status == TL_OK && strcmp(tl_last_error(), "as it was") == 0, "%s: %s, \"%s\"", what,
+          tl_status_str(status), tl_last_error());
+    CHECK(same, "%s: other codes, or elsewhere", what);
+    CHECK(same_scales, "%s: other scales, or elsewhere", what);
+}
+
+/* Elements of a source: rows of any size, some of which cannot be stored or are too small to be. */
+static void *random_source(int64_t n, int64_t D, int32_t dtype, uint64_t seed)
+{
+    static const float special[] = {NAN, INFINITY, -INFINITY, 3.4e38f, -0.0f, 1e-45f};
+    char *x = guarded((size_t)(n * elem_bytes(dtype)));
+    float size = 1;
+    paint(x, (size_t)(n * elem_bytes(dtype)), seed);
+    for (int64_t i = 0; (dtype == TL_F32 || dtype == TL_F16 || dtype == TL_BF16) && i < n; i++) {
+        if (i % D == 0) {
+            const int64_t k = rng_below(&seed, 12);
+            size = k == 0 ? 0 : k == 1 ? 1e-31f : k == 2 ? 0x1p-100f : k == 3 ? 1e-36f : k == 4 ? 1e30f
+                   : ldexpf(1, (int)rng_below(&seed, 12) - 6);
+        }
+        float value = size * rng_unit(&seed);
+        if (rng_below(&seed, 12) == 0)
+            value = rng_below(&seed, 2) ? size : -size;
+        if (rng_below(&seed, 300) == 0)
+            value = special[rng_below(&seed, 6)];
+        if (rng_below(&seed, 5) == 0) /* halfway between two codes of int8, where size is the most */
+            value = size * ((float)rng_below(&seed, 127) + 0.5f) / 127;
+        const uint16_t narrow =
+            dtype == TL_F16 ? narrow_ref(value, 10, -14) : narrow_ref(value, 7, -126);
+        memcpy(x + i * elem_bytes(dtype), dtype == TL_F32 ? (const void *)&value : &narrow,
+               (size_t)elem_bytes(dtype));
+    }
+    return x;
+}
+
+/* One call of random tokens and strides into a store. */
+static void check_eights(const struct eights *x, int32_t dtype, int strides, uint64_t seed,
+                         const char *what)
+{
+    const struct store *s = &x->s;
+    const int64_t n = s->N * s->b;
+    int64_t *slots = malloc((size_t)n * sizeof *slots), span[2];
+    void *base[2];
+    shuffled(slots, n, &seed);
+    struct call c = {.slots = slots, .T = 1 + rng_below(&seed, n), .dtype = dtype};
+    for (int64_t t = 0; t < c.T; t++)
+        if (rng_below(&seed, 4) == 0)
+            slots[t] = -1;
+    for (int is_v = 0; is_v < 2; is_v++) {
+        const int64_t D = is_v ? s->Dv : s->Dk;
+        source_strides((strides + is_v) % 5, c.T, s->H, D, &c.token_stride[is_v],
+                       &c.head_stride[is_v]);
+        const int64_t reach = (c.T - 1) * c.token_stride[is_v] + (s->H - 1) * c.head_stride[is_v];
+        span[is_v] = llabs(reach) + D;
+        base[is_v] = random_source(span[is_v], D, dtype, seed + (uint64_t)is_v);
+        c.from[is_v] = (char *)base[is_v] + (reach < 0 ? -reach : 0) * elem_bytes(dtype);
+    }
+    write_eights_and_compare(x, &c, what);
+    elements_free(base[0], span[0], dtype), elements_free(base[1], span[1], dtype);
+    free(slots);
+}
+
+static const int64_t eight_shapes[][5] = {
+    {3, 2, 4, 5, 9}, {4, 1, 1, 1, 2}, {2, 3, 16, 33, 17}, {1, 2, 7, 64, 64}, {2, 1, 5, 300, 577}};
+
+TEST(rows_of_eight_bits_come_with_scales_of_their_own)
+{
+    static const int32_t sources[] = {TL_F32, TL_F16, TL_BF16};
+    for (int turn = 0; turn < 2 * 3 * 5 * N_OF_ROWS * N_LAYOUTS; turn++)
+        for (int isa = 0; tl_kernels_usable(isa); isa++) {
+            char what[128];
+            int64_t shape[5];
+            const enum layout layout = (enum layout)(turn / 24 % N_LAYOUTS);
+            const int32_t dtype = turn % 2 ? TL_I8 : TL_F8_E4M3, source = sources[turn / 2 % 3];
+            memcpy(shape, eight_shapes[turn / 6 % 5], sizeof shape);
+            if (layout == SIDE_BY_SIDE || layout == IN_TURNS)
+                shape[4] = shape[3];
+            struct eights x =
+                eights_make(layout, (enum scales_at)(turn / 6 % N_OF_ROWS), dtype, shape);
+            snprintf(what, sizeof what, "%s, layout %d, scales %d, dtypes %d %d, turn %d",
+                     tl_kernels_usable(isa)->name, (int)layout, (int)x.at, dtype, source, turn);
+            tl_kernels_select(tl_kernels_usable(isa)->name);
+            check_eights(&x, source, turn / 144, (uint64_t)turn + 1, what);
+            tl_kernels_select(NULL);
+            eights_free(&x);
+        }
+}
+
+TEST(one_scale_for_a_tensor_is_read_and_stays)
+{
+    static const int32_t sources[] = {TL_F32, TL_F16, TL_BF16};
+    static const float scales[] = {1,    0.5f,    0.0037f, 3e-4f, -0.02f, 1e-38f,
+                                   1e38, 1e-42f, 0,       -0.0f, INFINITY, NAN};
+    for (int turn = 0; turn < 12 * 3 * 5; turn++)
+        for (int isa = 0; tl_kernels_usable(isa); isa++) {
+            char what[128];
+            const int32_t source = sources[turn % 3];
+            struct eights x = eights_make((enum layout)(turn % 2), OF_TENSOR, TL_F8_E4M3,
+                                          eight_shapes[turn / 3 % 5]);
+            x.scales[0] = scales[turn / 15], x.scales[1] = scales[(turn / 15 + 1) % 12];
+            snprintf(what, sizeof what, "%s, scales %a %a, dtype %d, turn %d",
+                     tl_kernels_usable(isa)->name, (double)x.scales[0], (double)x.scales[1],
+                     source, turn);
+            tl_kernels_select(tl_kernels_usable(isa)->name);
+            check_eights(&x, source, turn, (uint64_t)turn + 1, what);
+            tl_kernels_select(NULL);
+            eights_free(&x);
+        }
+}
+
+TEST(codes_are_copied_and_their_scales_left_alone)
+{
+    for (int turn = 0; turn < 2 * 8 * 5 * 3; turn++) {
+        char what[128];
+        const int32_t dtype = turn % 2 ? TL_I8 : TL_F8_E4M3;
+        struct eights x = eights_make((enum layout)(turn % 2), (enum scales_at)(turn / 2 % 8),
+                                      dtype, eight_shapes[turn / 16 % 5]);
+        snprintf(what, sizeof what, "dtype %d, scales %d, turn %d", dtype, (int)x.at, turn);
+        check_eights(&x, dtype, turn / 16, (uint64_t)turn + 1, what);
+        eights_free(&x);
+    }
+}
+
+/* A view of one row has a scale that no other row shares. */
+TEST(the_one_row_of_a_view_has_its_own_scale)
+{
+    static const int64_t shape[] = {1, 1, 1, 7, 4};
+    struct eights x = eights_make(BLOCK_HEAD_SLOT, OF_TENSOR, TL_I8, shape);
+    x.at = OF_ROWS;
+    check_eights(&x, TL_F32, 0, 5, "one row");
+    eights_free(&x);
+}
+
+TEST(scales_that_rows_share_are_not_written)
+{
+    static const struct {
+        enum scales_at at;
+        int32_t view, from;
+        const char *words;
+    } bad[] = {
+        {OF_TENSOR, TL_I8, TL_F32, "k_scale: rows of dtype = 5 share scales (strides 0, 0, 0)"},
+        {OF_TENSOR, TL_I8, TL_F16, "k_scale"},
+        {OF_TOKENS, TL_F8_E4M3, TL_F32, "k_scale: rows of dtype = 3 share scales (strides 4, 0, 1)"},
+        {OF_TOKENS, TL_I8, TL_BF16, "k_scale"},
+        {OF_HEADS, TL_F8_E4M3, TL_F32, "k_scale"},
+        {OF_HEADS, TL_I8, TL_F32, "k_scale"},
+        {OF_BLOCKS, TL_F8_E4M3, TL_F16, "k_scale"},
+        {OF_BLOCKS, TL_I8, TL_F32, "k_scale: rows of dtype = 5 share scales (strides 2, 1, 0)"},
+        {OF_ROWS, TL_I8, TL_F8_E4M3, "dtype = 3 cannot be written to a view of 5"},
+        {OF_ROWS, TL_F8_E4M3, TL_I8, "dtype = 5 cannot be written to a view of 3"},
+        {OF_TENSOR, TL_F8_E4M3, TL_F8_E5M2, "dtype = 4 cannot be written to a view of 3"},
+        {OF_ROWS, TL_I8, TL_U8, "dtype = 6 cannot be written to a view of 5"},
+        {OF_ROWS, TL_I8, -1, "dtype = -1 cannot be written to a view of 5"},
+    };
+    static const int64_t shape[] = {3, 2, 4, 5, 9};
+    const float from[64] = {0};
+    const int64_t slots[] = {3, 11, 0}, no_slot = 12;
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        struct eights x = eights_make(BLOCK_HEAD_SLOT, bad[i].at, bad[i].view, shape);
+        float *before = malloc((size_t)x.n_scales * 8);
+        memcpy(before, x.scales, (size_t)x.n_scales * 8);
+        struct call c = {slots, 3, bad[i].from, {from, from}, {0, 0}, {0, 0}};
+        check_refused(&x.s, &c, TL_EUNSUPPORTED, bad[i].words);
+        c.slots = &no_slot, c.T = 1; /* before the slots, and an instruction set that is not here */
+        tl_kernels_select("abacus");
+        check_refused(&x.s, &c, TL_EUNSUPPORTED, bad[i].words);
+        tl_kernels_select(NULL);
+        const int same = memcmp(before, x.scales, (size_t)x.n_scales * 8) == 0;
+        free(before);
+        CHECK(same, "a scale was written: %s", bad[i].words);
+        eights_free(&x);
+    }
+    /* of V alone; and where two rows have one scale by strides that are not 0 */
+    for (int i = 0; i < 2; i++) {
+        struct eights x = eights_make(BLOCK_HEAD_SLOT, OF_ROWS, TL_I8, shape);
+        const struct call c = {slots, 3, TL_F32, {from, from}, {0, 0}, {0, 0}};
+        if (i == 0)
+            x.s.view.v_scale_head_stride = 0;
+        else
+            x.s.view.v_scale_head_stride = 3;
+        check_refused(&x.s, &c, TL_EUNSUPPORTED, "v_scale: rows of dtype = 5 share scales");
+        eights_free(&x);
+    }
+    /* the other dtypes take f32 alone, as ever */
+    for (int i = 0; i < 4; i++) {
+        struct store s = store_make(BLOCK_HEAD_SLOT, i % 2 ? TL_F16 : TL_F32, 3, 2, 5, 4, 4);
+        const struct call c = {slots, 3, i < 2 ? TL_BF16 : TL_I8, {from, from}, {0, 0}, {0, 0}};
+        check_refused(&s, &c, TL_EUNSUPPORTED, "cannot be written to a view of");
+        store_free(&s);
+    }
+}
+
+TEST(nothing_is_written_where_a_slot_of_eight_bits_is_given_twice)
+{
+    static const int64_t shape[] = {3, 2, 4, 5, 9}, slots[] = {3, 7, 3}, far[] = {3, 7, 12};
+    const float from[64] = {1, 2, 3};
+    struct eights x = eights_make(BLOCK_SLOT_HEAD, OF_ROWS_BY_TOKEN, TL_F8_E4M3, shape);
+    float *before = malloc((size_t)x.n_scales * 8);
+    memcpy(before, x.scales, (size_t)x.n_scales * 8);
+    struct call c = {slots, 3, TL_F32, {from, from}, {0, 0}, {0, 0}};
+    check_refused(&x.s, &c, TL_EINVAL, "slots[0] and slots[2] are both 3");
+    c.slots = far;
+    check_refused(&x.s, &c, TL_EINVAL, "slots[2] = 12");
+    c.slots = (const int64_t[]){3, 7, 1}, c.from[1] = NULL;
+    check_refused(&x.s, &c, TL_EINVAL, "v is NULL");
+    CHECK(memcmp(before, x.scales, (size_t)x.n_scales * 8) == 0, "a scale was written");
+    free(before);
+    eights_free(&x);
+}
+
+TEST(float_modes_of_the_caller_reach_no_code_and_no_scale)
+{
+    static const int modes[] = {FE_UPWARD, FE_DOWNWARD, FE_TOWARDZERO, FE_TONEAREST};
+    static const int64_t shape[] = {2, 2, 4, 33, 20}, slots[] = {5, 0, -1, 7};
+    for (int i = 0; i < 16; i++) {
+        struct eights x = eights_make(BLOCK_HEAD_SLOT, i % 4 == 3 ? OF_TENSOR : OF_ROWS,
+                                      i % 2 ? TL_F8_E4M3 : TL_I8, shape);
+        float *from = random_source(4 * 2 * 33, 33, TL_F32, (uint64_t)i + 3);
+        const struct call c = {slots, 4, TL_F32, {from, from}, {66, 40}, {33, 20}};
+        unsigned char *bytes = malloc(x.s.n_bytes);
+        float *scales = malloc((size_t)x.n_scales * 8);
+        if (x.at == OF_TENSOR)
+            x.scales[0] = 0.003f, x.scales[1] = 1e-39f;
+        memcpy(bytes, x.s.bytes, x.s.n_bytes), memcpy(scales, x.scales, (size_t)x.n_scales * 8);
+        for (int64_t r = 0; r < 2 * 4 * 2; r++)
+            if (slots[r / 4] >= 0)
+                row_ref(&x, &c, r % 2, r / 4, r / 2 % 2, bytes, scales);
+        feclearexcept(FE_ALL_EXCEPT);
+        fesetround(modes[i / 4]);
+        const tl_status got = write_slots(&x.s, &c);
+        const int after = fegetround(), flags = fetestexcept(FE_ALL_EXCEPT);
+        fesetround(FE_TONEAREST);
+        const int same = memcmp(bytes, x.s.bytes, x.s.n_bytes) == 0 &&
+                         memcmp(scales, x.scales, (size_t)x.n_scales * 8) == 0;
+        free(bytes), free(scales);
+        elements_free(from, 4 * 2 * 33, TL_F32);
+        eights_free(&x);
+        CHECK(got == TL_OK && same && after == modes[i / 4] && flags == 0,
+              "%s, same %d, mode %d became %d, flags %x", tl_status_str(got), same, modes[i / 4],
+              after, (unsigned)flags);
+    }
 }
 
 /* ---- refusals ---- */
