@@ -25,94 +25,101 @@ static uint64_t first_bytes(const unsigned char *rows, int64_t token_bytes, int6
     return word;
 }
 
-/* [blocks, 2, Hkv, b, D] of 16-bit values with `gap` elements behind each row, at the end of
- * readable memory. */
+/* [blocks, 2, Hkv, b, D] with `gap` elements behind each row, at the end of readable memory. Scales
+ * are where nothing can be read. */
 struct read_case {
     unsigned char *data;
     size_t bytes;
+    int64_t elem; /* bytes of an element */
     tl_kv_view view;
     uint32_t tables[3 * 5];
     int32_t ctx[3];
 };
 
-static void read_make(struct read_case *c, int64_t dim, int64_t gap, uint64_t seed)
+static void read_make(struct read_case *c, int32_t dtype, int64_t dim, int64_t gap, uint64_t seed)
 {
     enum { BLOCKS = 9, HEADS = 2, SLOTS = 6 };
     const int64_t row = dim + gap, side = HEADS * SLOTS * row, all = BLOCKS * 2 * side - gap;
-    c->bytes = (size_t)all * 2;
+    const bool has_scales = dtype == TL_I8 || dtype == TL_F8_E4M3;
+    c->elem = (int64_t)dtype_bytes(dtype);
+    c->bytes = (size_t)(all * c->elem);
     c->data = guarded(c->bytes);
     for (size_t i = 0; i < c->bytes; i++)
         c->data[i] = (unsigned char)(rng_next(&seed) >> 40);
-    c->view = (tl_kv_view){sizeof(tl_kv_view),
-                           c->data,
-                           c->data + side * 2,
-                           TL_F16,
-                           0,
-                           BLOCKS,
-                           SLOTS,
-                           HEADS,
-                           dim,
-                           dim,
-                           2 * side,
-                           SLOTS * row,
-                           row,
-                           2 * side,
-                           SLOTS * row,
-                           row,
-                           NULL,
-                           NULL,
-                           0,
-                           0,
-                           0,
-                           0,
-                           0,
-                           0};
+    c->view = (tl_kv_view){.size = sizeof(tl_kv_view),
+                           .k = c->data,
+                           .v = c->data + side * c->elem,
+                           .dtype = dtype,
+                           .n_blocks = BLOCKS,
+                           .block_tokens = SLOTS,
+                           .n_kv_heads = HEADS,
+                           .head_dim_k = dim,
+                           .head_dim_v = dim,
+                           .k_block_stride = 2 * side,
+                           .k_head_stride = SLOTS * row,
+                           .k_token_stride = row,
+                           .v_block_stride = 2 * side,
+                           .v_head_stride = SLOTS * row,
+                           .v_token_stride = row,
+                           .k_scale = has_scales ? (const float *)64 : NULL,
+                           .v_scale = has_scales ? (const float *)64 : NULL};
     for (int i = 0; i < 15; i++)
         c->tables[i] = (uint32_t)rng_below(&seed, BLOCKS);
     c->ctx[0] = 30, c->ctx[1] = 0, c->ctx[2] = 19;
 }
 
+/* What one sequence adds to the word. */
+static uint64_t word_of(const struct read_case *c, int s, int64_t window)
+{
+    const int64_t first = window && window < c->ctx[s] ? c->ctx[s] - window : 0, elem = c->elem;
+    uint64_t word = 0;
+    for (int64_t i = 0; i * 6 < c->ctx[s]; i++)
+        for (int head = 0; head < 2; head++) {
+            const int64_t lo = first - i * 6 > 0 ? first - i * 6 : 0,
+                          hi = c->ctx[s] - i * 6 < 6 ? c->ctx[s] - i * 6 : 6;
+            const int64_t at = c->tables[s * 5 + i] * c->view.k_block_stride +
+                               head * c->view.k_head_stride;
+            const unsigned char *k = (const unsigned char *)c->view.k + at * elem,
+                                *v = (const unsigned char *)c->view.v + at * elem;
+            const int64_t token = c->view.k_token_stride * elem, row = c->view.head_dim_k * elem;
+            if (lo < hi)
+                word ^= first_bytes(k, token, row, lo, hi) ^ first_bytes(v, token, row, lo, hi);
+        }
+    return word;
+}
+
+static void check_reading(int32_t dtype, int64_t dim, int64_t gap, int64_t window, int threads)
+{
+    struct read_case c;
+    read_make(&c, dtype, dim, gap, (uint64_t)(dim * 31 + window));
+    tl_pool *tp = threads > 1 ? make_threads(threads) : NULL;
+    uint64_t want = 0, got = 99;
+    for (int s = 0; s < 3; s++)
+        want ^= word_of(&c, s, window);
+    CHECK_STATUS(tl_kv_read(&c.view, c.tables, 5, c.ctx, 3, window, tp, &got), TL_OK);
+    CHECK(got == want, "dtype %d, D %lld, gap %lld, window %lld: %llx, want %llx", dtype,
+          (long long)dim, (long long)gap, (long long)window, (unsigned long long)got,
+          (unsigned long long)want);
+    tl_pool_destroy(tp);
+    guarded_free(c.data, c.bytes);
+}
+
 TEST(reading_touches_every_line_of_what_a_step_sees_and_nothing_else)
 {
-    for (int64_t dim = 1; dim <= 130; dim += dim < 8 ? 1 : 61)
-        for (int64_t gap = 0; gap <= 3; gap += 3)
-            for (int64_t window = 0; window <= 25; window += 5)
-                for (int threads = 1; threads <= 3; threads += 2) {
-                    struct read_case c;
-                    read_make(&c, dim, gap, (uint64_t)(dim * 31 + window));
-                    tl_pool *tp = threads > 1 ? make_threads(threads) : NULL;
-                    uint64_t want = 0, got = 99;
-                    for (int s = 0; s < 3; s++)
-                        for (int64_t i = 0; i * 6 < c.ctx[s]; i++)
-                            for (int head = 0; head < 2; head++) {
-                                const int64_t first =
-                                    window && window < c.ctx[s] ? c.ctx[s] - window : 0;
-                                const int64_t lo = first - i * 6 > 0 ? first - i * 6 : 0,
-                                              hi = c.ctx[s] - i * 6 < 6 ? c.ctx[s] - i * 6 : 6;
-                                const int64_t at = c.tables[s * 5 + i] * c.view.k_block_stride +
-                                                   head * c.view.k_head_stride;
-                                const int64_t token = c.view.k_token_stride * 2;
-                                if (lo < hi)
-                                    want ^= first_bytes((const unsigned char *)c.view.k + at * 2,
-                                                        token, dim * 2, lo, hi) ^
-                                            first_bytes((const unsigned char *)c.view.v + at * 2,
-                                                        token, dim * 2, lo, hi);
-                            }
-                    CHECK_STATUS(tl_kv_read(&c.view, c.tables, 5, c.ctx, 3, window, tp, &got),
-                                 TL_OK);
-                    CHECK(got == want, "D %lld, gap %lld, window %lld: %llx, want %llx",
-                          (long long)dim, (long long)gap, (long long)window,
-                          (unsigned long long)got, (unsigned long long)want);
-                    tl_pool_destroy(tp);
-                    guarded_free(c.data, c.bytes);
-                }
+    static const int32_t dtypes[] = {TL_F16, TL_I8, TL_F32, TL_F8_E4M3};
+    for (int i = 0; i < 4; i++)
+        for (int64_t dim = 1; dim <= 130; dim += dim < 8 ? 1 : 61)
+            for (int64_t gap = 0; gap <= 3; gap += 3)
+                for (int64_t window = 0; window <= 25; window += 5)
+                    for (int threads = 1; threads <= 3; threads += 2)
+                        check_reading(dtypes[i], dim, gap, window, threads);
 }
 
 TEST(reading_badly_is_refused)
 {
     struct read_case c;
     uint64_t word = 5;
-    read_make(&c, 16, 0, 3);
+    read_make(&c, TL_F16, 16, 0, 3);
     const tl_kv_view sound = c.view;
     const tl_kv_view no_k = {.v = sound.v}, no_v = {.k = sound.k};
     const tl_kv_view odd = {.size = sizeof odd, .k = sound.k, .v = sound.v,
