@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 """What callers give as arrays, as numpy arrays: one rule for every function.
 
-Memory is read where it lies: numpy's, or a tensor's by DLPack or the buffer protocol, bfloat16 by
-what its own dtype says. What is not of the type a kernel reads (lists, integers, float64, another
-byte order) is converted once, and numbers that are no real numbers are refused.
+Memory is read where it lies: numpy's, or a tensor's by DLPack or the buffer protocol, bfloat16 and
+float8_e4m3fn by what their own dtype says. What is not of the type a kernel reads (lists, integers,
+float64, another byte order) is converted once, and numbers that are no real numbers are refused.
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ from tinyllm._check import F32, I32, INT32_MAX
 
 Tensor: TypeAlias = Any  # a numpy array, or anything that can be read as one
 
-BF16: Final = "bfloat16"  # held as uint16 here: numpy has no such type
+BF16: Final = "bfloat16"
+E4M3: Final = "float8_e4m3fn"
+# What numpy has no type of is held here as integers.
+HELD_AS: Final[dict[str, np.dtype[Any]]] = {BF16: np.dtype(np.uint16), E4M3: np.dtype(np.uint8)}
 _LAST_29: Final = (1 << 29) - 1  # bits of a float64 that a float32 has no room for
 _AT_ONCE: Final = 1 << 14
 
 
 def as_array(fn: str, name: str, value: Tensor) -> tuple[NDArray[Any], str]:
     """``value`` as a plain array, over the same memory where it has any, and what its elements are:
-    the name of their dtype, or "bfloat16".
+    the name of their dtype, or "bfloat16" or "float8_e4m3fn".
 
     Raises: TypeError where it is no array.
     """
@@ -36,8 +39,8 @@ def as_array(fn: str, name: str, value: Tensor) -> tuple[NDArray[Any], str]:
     if isinstance(value, np.ndarray):
         return _described(value)
     try:
-        if _is_bfloat16_tensor(value):
-            return _codes_of(value), BF16
+        if (name := _dtype_name(value)) in HELD_AS:
+            return _codes_of(value, HELD_AS[name]), name
         a = _converted(value)
     except (TypeError, ValueError, RuntimeError, BufferError) as error:
         raise TypeError(
@@ -63,7 +66,7 @@ def as_f32(fn: str, name: str, a: NDArray[Any], element: str) -> NDArray[Any]:
         return a
     if element == BF16:
         return (a.astype(np.uint32) << 16).view(np.float32)
-    if a.dtype.kind not in "fiu":
+    if a.dtype.kind not in "fiu" or element == E4M3:
         raise TypeError(f"{fn}: {name} must be real numbers, not {element}")
     with np.errstate(all="ignore"):  # overflow is infinity, whatever the caller's state says
         return a.astype(np.float32)
@@ -103,13 +106,18 @@ def integers(
     if a.ndim == 0 and a.dtype.kind in "iuf":
         raise TypeError(f"{fn}: {name} must be an array or a list of integers, not one: {value!r}")
     with_axes(fn, name, a, 1)
-    if a.dtype.kind not in "iu" and a.size:
+    if not are_integers(a, element) and a.size:
         raise TypeError(f"{fn}: {name} must be integers, not {element}")
     beyond = np.flatnonzero((a < low) | (a > high))
     if beyond.size:
         i = int(beyond[0])
         raise ValueError(f"{fn}: {name}[{i}] = {a[i]} is outside {low} .. {high}")
     return packed(a) if a.dtype == dtype else a.astype(dtype)
+
+
+def are_integers(a: NDArray[Any], element: str) -> bool:
+    """Whether what ``as_array`` gave are integers, and not floats held as such."""
+    return a.dtype.kind in "iu" and element not in HELD_AS
 
 
 def int32s(fn: str, name: str, value: Tensor) -> NDArray[Any]:
@@ -183,19 +191,21 @@ def whole_rows(a: NDArray[Any]) -> NDArray[Any]:
 
 def _described(a: NDArray[Any]) -> tuple[NDArray[Any], str]:
     dtype = a.dtype
-    if dtype.name == BF16:  # of a library that gives numpy the type
-        return a.view(np.uint16), BF16
+    if dtype.name in HELD_AS:  # of a library that gives numpy the type
+        return a.view(HELD_AS[dtype.name]), str(dtype.name)
     return a, str(dtype.name if dtype.isnative else dtype.str)
 
 
-def _is_bfloat16_tensor(value: Any) -> bool:
-    return str(getattr(value, "dtype", "")).rpartition(".")[2] == BF16
+def _dtype_name(value: Any) -> str:
+    return str(getattr(value, "dtype", "")).rpartition(".")[2]
 
 
-def _codes_of(tensor: Any) -> NDArray[Any]:
-    """A bfloat16 tensor as uint16: its own library shows it as integers, which numpy reads."""
+def _codes_of(tensor: Any, code: np.dtype[Any]) -> NDArray[Any]:
+    """A tensor of a type that numpy does not have as ``code``: its own library shows it as
+    integers, which numpy reads."""
     library = sys.modules[type(tensor).__module__.partition(".")[0]]
-    return np.from_dlpack(tensor.view(library.int16)).view(np.uint16)
+    integers = library.int16 if code.itemsize == 2 else library.uint8
+    return np.from_dlpack(tensor.view(integers)).view(code)
 
 
 def _converted(value: Any) -> NDArray[Any]:

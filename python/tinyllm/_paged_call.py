@@ -12,7 +12,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tinyllm._arrays import Tensor, as_array, floats, int32s, packed, shape, whole_rows, with_axes
+from tinyllm._arrays import (
+    Tensor,
+    are_integers,
+    as_array,
+    floats,
+    int32s,
+    packed,
+    shape,
+    whole_rows,
+    with_axes,
+)
 from tinyllm._check import INT64_MAX, UINT32_MAX, integer
 from tinyllm._observers import OBSERVERS, Observer
 from tinyllm._pieces import LONG, in_pieces, positions_seen
@@ -341,7 +351,7 @@ def _tables(fn: str, tables: Any, n_batch: int) -> NDArray[np.uint32]:
 def _block_ids(fn: str, name: str, value: Any, ndim: int) -> NDArray[np.uint32]:
     ids, element = as_array(fn, name, value)
     with_axes(fn, name, ids, ndim)
-    if ids.dtype.kind not in "iu" and ids.size:
+    if not are_integers(ids, element) and ids.size:
         raise TypeError(f"{fn}: {name} must be integers, not {element}")
     if ids.dtype.isnative and ids.dtype.itemsize == 4 and ids.size:
         return ids.view(np.uint32)  # of int32 a negative entry is beyond any number of blocks

@@ -18,7 +18,10 @@ Words:
 Every operation is one IEEE float32 operation rounded to nearest even, with subnormals kept; a
 multiply-add rounds once. Positions a row does not see and lanes past the head width are skipped,
 never multiplied by zero.
-A NaN result is written as 0x7FC00000. Arrays are float32 unless said otherwise; the exported
+A NaN result is written as 0x7FC00000.
+K and V of eight bits are computed with as the codes they are, and a scale beside each row (see
+:func:`absorb_tile`, :func:`store_i8`).
+Arrays are float32 unless said otherwise; the exported
 functions raise TypeError for another dtype, nothing is cast.
 
 Everything works on many rows at once, in the leading axes: no row ever looks at another.
@@ -36,6 +39,7 @@ import numpy.typing as npt
 Array = npt.NDArray[Any]
 F16 = npt.NDArray[np.float16]
 F32 = npt.NDArray[np.float32]
+Scales = tuple[F32 | None, F32 | None]  # of K, of V
 I64 = npt.NDArray[np.int64]
 Bool = npt.NDArray[np.bool_]
 
@@ -47,6 +51,7 @@ STRETCH: Final = 16 * SPLIT
 
 NAN: Final = np.uint32(0x7FC00000).view(np.float32)
 ZERO: Final = np.float32(0)
+E4M3_SHIFT: Final = np.float32(256)  # attention computes with values of e4m3 divided by it
 ONE: Final = np.float32(1)
 INF: Final = np.float32(np.inf)
 
@@ -238,9 +243,13 @@ def dot(a: F32, b: F32) -> F32:
 
 
 @np.errstate(all="ignore")
-def scores(q: F32, k: F32, scale: np.float32) -> F32:
-    """Rows q [R, D] against keys k [n, D]: scale * dot, [R, n]."""
-    s: F32 = scale * dot(q[:, None, :], k[None, :, :])
+def scores(q: F32, k: F32, scale: np.float32, k_scale: F32 | None = None) -> F32:
+    """Rows q [R, D] against keys k [n, D]: scale * dot, [R, n]; of keys that have scales [n]:
+    scale * (k_scale * dot), rounded twice."""
+    s: F32 = dot(q[:, None, :], k[None, :, :])
+    if k_scale is not None:
+        s = k_scale * s
+    s = scale * s
     return s
 
 
@@ -302,8 +311,11 @@ class State:
 
 
 @np.errstate(all="ignore")
-def absorb_tile(run: Running, s: F32, seen: Bool, v: F32) -> None:
-    """Take in n positions of one tile: scores s [R, n], who sees what [R, n], values v [n, D]."""
+def absorb_tile(run: Running, s: F32, seen: Bool, v: F32, v_scale: F32 | None = None) -> None:
+    """Take in n positions of one tile: scores s [R, n], who sees what [R, n], values v [n, D].
+
+    Where values have scales [n], what multiplies them is exp(s - m) * v_scale, rounded once.
+    """
     columns = range(s.shape[1])
     m = run.m
     for j in columns:
@@ -319,10 +331,11 @@ def absorb_tile(run: Running, s: F32, seen: Bool, v: F32) -> None:
     run.m = m
 
     p = exp32(s - m[:, None])
+    weight = p if v_scale is None else p * v_scale
     for j in columns:
         sees = seen[:, j]
         run.lanes[:, j] = np.where(sees, run.lanes[:, j] + p[:, j], run.lanes[:, j])
-        run.a = np.where(sees[:, None], fma32(p[:, j, None], v[j], run.a), run.a)
+        run.a = np.where(sees[:, None], fma32(weight[:, j, None], v[j], run.a), run.a)
 
 
 @np.errstate(all="ignore")
@@ -374,27 +387,32 @@ ScoreTile = Callable[[int, int], F32]
 What it says of positions a row does not see is ignored."""
 
 
-def attend(score_tile: ScoreTile, v: F32, low: I64, high: I64) -> State:
-    """R rows over one KV head: row i sees positions low[i] .. high[i] - 1; v [n, D], v[j] at j.
+def attend(score_tile: ScoreTile, v: F32, low: I64, high: I64, v_scale: F32 | None = None) -> State:
+    """R rows over one KV head: row i sees positions low[i] .. high[i] - 1; v [n, D], v[j] at j, and
+    v_scale [n] where values have scales.
 
     The states of stretches, merged left to right.
     """
     state = State.empty(len(low), v.shape[1])
     for stretch in _pieces(low, high, STRETCH):
-        state = merge(state, stretch_state(score_tile, v, low, high, stretch))
+        state = merge(state, stretch_state(score_tile, v, low, high, stretch, v_scale))
     return state
 
 
-def stretch_state(score_tile: ScoreTile, v: F32, low: I64, high: I64, first: int) -> State:
+def stretch_state(
+    score_tile: ScoreTile, v: F32, low: I64, high: I64, first: int, v_scale: F32 | None = None
+) -> State:
     """What positions first .. first + STRETCH - 1 leave: split states, merged left to right."""
     low, high = np.maximum(low, first), np.minimum(high, first + STRETCH)
     state = State.empty(len(low), v.shape[1])
     for split in _pieces(low, high, SPLIT):
-        state = merge(state, split_state(score_tile, v, low, high, split))
+        state = merge(state, split_state(score_tile, v, low, high, split, v_scale))
     return state
 
 
-def split_state(score_tile: ScoreTile, v: F32, low: I64, high: I64, first: int) -> State:
+def split_state(
+    score_tile: ScoreTile, v: F32, low: I64, high: I64, first: int, v_scale: F32 | None = None
+) -> State:
     """What positions first .. first + SPLIT - 1 leave: tiles in rising order."""
     low, high = np.maximum(low, first), np.minimum(high, first + SPLIT)
     run = Running.empty(len(low), v.shape[1])
@@ -402,7 +420,8 @@ def split_state(score_tile: ScoreTile, v: F32, low: I64, high: I64, first: int) 
         end = min(tile + TILE, int(high.max()))
         j = np.arange(tile, end)
         seen = (j >= low[:, None]) & (j < high[:, None])
-        absorb_tile(run, score_tile(tile, end), seen, v[tile:end])
+        scale = None if v_scale is None else v_scale[tile:end]
+        absorb_tile(run, score_tile(tile, end), seen, v[tile:end], scale)
     return State(run.m, fold(run.lanes), run.a)
 
 
@@ -442,12 +461,16 @@ class Rows:
     slope: F32 | None = None
     position: I64 | None = None
 
-    def scored(self, k: F32, scale: float, softcap: float = 0.0) -> ScoreTile:
-        """How these rows score keys [n, D]; both numbers are rounded to float32."""
+    def scored(
+        self, k: F32, scale: float, softcap: float = 0.0, k_scale: F32 | None = None
+    ) -> ScoreTile:
+        """How these rows score keys [n, D], with scales [n] or none; both numbers are rounded to
+        float32."""
         cap = np.float32(softcap)
 
         def score_tile(j: int, end: int) -> F32:
-            s = scores(self.q, k[j:end], np.float32(scale))
+            own = None if k_scale is None else k_scale[j:end]
+            s = scores(self.q, k[j:end], np.float32(scale), own)
             if cap > 0:
                 s = soft_cap(s, cap)
             if self.slope is not None and self.position is not None:
@@ -456,17 +479,42 @@ class Rows:
 
         return score_tile
 
-    def over(self, k: F32, v: F32, scale: float, softcap: float = 0.0) -> tuple[F32, F32]:
-        """(out [R, Dv], lse [R]) over keys [n, D] and values [n, Dv]."""
-        state = attend(self.scored(k, scale, softcap), v, self.low, self.high)
+    def over(
+        self,
+        k: F32,
+        v: F32,
+        scale: float,
+        softcap: float = 0.0,
+        scales: Scales = (None, None),
+    ) -> tuple[F32, F32]:
+        """(out [R, Dv], lse [R]) over keys [n, D] and values [n, Dv], each with scales [n] or
+        none."""
+        k_scale, v_scale = scales
+        score_tile = self.scored(k, scale, softcap, k_scale)
+        state = attend(score_tile, v, self.low, self.high, v_scale)
         return finish(state if self.sink is None else add_sink(state, self.sink))
 
 
 def widened(stored: Array) -> F32:
-    """float16, float32, or bfloat16 as its codes in uint16, as float32."""
+    """What attention computes with, as float32: the values of float16, of float32, and of bfloat16
+    as its codes in uint16; of int8 the integers that its codes are; of e4m3, in uint8, its values
+    times 2^-8, which a shift of bits into float16 gives."""
     if stored.dtype == np.float16:
         return f16_to_f32(stored.view(np.uint16))
-    return bf16_to_f32(stored) if stored.dtype == np.uint16 else require(stored, np.float32, "k, v")
+    if stored.dtype == np.uint16:
+        return bf16_to_f32(stored)
+    if stored.dtype == np.int8:
+        return stored.astype(np.float32)
+    if stored.dtype == np.uint8:
+        value: F32 = e4m3_to_f32(stored) / E4M3_SHIFT  # exact
+        return value
+    return require(stored, np.float32, "k, v")
+
+
+@np.errstate(all="ignore")
+def widened_scale(scale: F32, stored: Array) -> F32:
+    """The scale of what ``widened`` gives: that of the values, times 2^8 where they are e4m3."""
+    return E4M3_SHIFT * scale if stored.dtype == np.uint8 else scale
 
 
 def per_head(values: F32 | None, heads: int, name: str) -> F32 | None:
@@ -474,6 +522,18 @@ def per_head(values: F32 | None, heads: int, name: str) -> F32 | None:
     if values is not None and require(values, np.float32, name).shape != (heads,):
         raise ValueError(f"{name}: expected shape ({heads},), got {values.shape}")
     return values
+
+
+def require_scales(stored: Array, scale: F32 | None, name: str) -> F32 | None:
+    """The scales of blocks [n_blocks, Hkv, b, D] as float32 [n_blocks, Hkv, b], None where they
+    have none; or ValueError, TypeError."""
+    if (stored.dtype in (np.int8, np.uint8)) != (scale is not None):
+        raise ValueError(
+            f"{name}: {'given for' if scale is not None else 'none of'} {stored.dtype}"
+        )
+    if scale is None:
+        return None
+    return np.broadcast_to(require(scale, np.float32, name), stored.shape[:3])
 
 
 @dataclass
@@ -494,6 +554,7 @@ class Step:
     sink_logits: F32 | None = None
     first_block: int = 0
     within: tuple[int, int] | None = None  # positions that are looked at; None: all
+    scales: Scales = (None, None)
 
     def __post_init__(self) -> None:
         q, k, v = require(self.q, np.float32, "q"), self.k_blocks, self.v_blocks
@@ -502,6 +563,10 @@ class Step:
             raise ValueError(f"shapes disagree: q {q.shape}, k {k.shape}, v {v.shape}")
         per_head(self.sink_logits, heads, "sink_logits")
         per_head(self.alibi_slopes, heads, "alibi_slopes")
+        self.scales = (
+            require_scales(k, self.scales[0], "k_scale"),
+            require_scales(v, self.scales[1], "v_scale"),
+        )
         batch, given = len(self.ctx_lens), self.cu_seqlens_q
         starts = np.arange(batch + 1) if given is None else np.asarray(given, np.int64)
         ends_right = len(starts) == batch + 1 and starts[0] == 0 and starts[-1] == len(q)
@@ -509,8 +574,9 @@ class Step:
             raise ValueError(f"cu_seqlens_q: {starts} for {batch} sequences and {len(q)} rows")
         self.starts = starts
 
-    def __iter__(self) -> Iterator[tuple[slice, slice, Rows, F32, F32]]:
-        """(rows, heads, the rows one by one and each head by head, k [n, Dk], v [n, Dv])."""
+    def __iter__(self) -> Iterator[tuple[slice, slice, Rows, F32, F32, Scales]]:
+        """(rows, heads, the rows one by one and each head by head, k [n, Dk], v [n, Dv], their
+        scales [n] or none)."""
         kv_heads, group = self.k_blocks.shape[1], self.q.shape[1] // self.k_blocks.shape[1]
         for s in range(len(self.ctx_lens)):
             rows = slice(int(self.starts[s]), int(self.starts[s + 1]))
@@ -521,7 +587,7 @@ class Step:
                 continue
             position = np.arange(n - n_rows, n)
             low, high = np.array([visible(int(p), n, True, self.window) for p in position]).T
-            k, v = self._gathered(s, int(low[0]), n)
+            k, v, (k_scale, v_scale) = self._gathered(s, int(low[0]), n)
             for g in range(kv_heads):
                 own = slice(g * group, (g + 1) * group)
                 sinks, slopes = (
@@ -533,10 +599,14 @@ class Step:
                     np.repeat(a, group) for a in (low, high, position)
                 )
                 tall = Rows(q, low_each, high_each, sinks, slopes, position_each)
-                yield rows, own, tall, k[:, g], v[:, g]
+                scales = (
+                    None if k_scale is None else k_scale[:, g],
+                    None if v_scale is None else v_scale[:, g],
+                )
+                yield rows, own, tall, k[:, g], v[:, g], scales
 
-    def _gathered(self, s: int, low: int, high: int) -> tuple[F32, F32]:
-        """K and V of sequence s by position; what is not looked at stays 0."""
+    def _gathered(self, s: int, low: int, high: int) -> tuple[F32, F32, Scales]:
+        """K and V of sequence s by position, and their scales; what is not looked at stays 0."""
         n_blocks, kv_heads, b, width = self.k_blocks.shape
         table = np.asarray(self.block_tables[s])
         begin, end = (0, high) if self.within is None else self.within
@@ -554,7 +624,15 @@ class Step:
         v = np.zeros((high, kv_heads, self.v_blocks.shape[3]), np.float32)
         k[held] = widened(self.k_blocks[block, :, slot])
         v[held] = widened(self.v_blocks[block, :, slot])
-        return k, v
+        scales: list[F32 | None] = [None, None]
+        for side, (stored, given) in enumerate(
+            zip((self.k_blocks, self.v_blocks), self.scales, strict=True)
+        ):
+            if given is not None:
+                own = np.zeros((high, kv_heads), np.float32)
+                own[held] = widened_scale(given[block, :, slot], stored)
+                scales[side] = own
+        return k, v, (scales[0], scales[1])
 
 
 def paged_attn(
@@ -570,12 +648,15 @@ def paged_attn(
     softcap: float = 0.0,
     alibi_slopes: F32 | None = None,
     sink_logits: F32 | None = None,
+    k_scale: F32 | None = None,
+    v_scale: F32 | None = None,
 ) -> tuple[F32, F32]:
     """``tl_paged_attn_f32``: (out [total_q, H, Dv], lse [total_q, H]), float32.
 
     q: float32 [total_q, H, Dk]. k_blocks [n_blocks, Hkv, b, Dk] and v_blocks [n_blocks, Hkv, b,
-    Dv]: float16, float32, or bfloat16 as uint16. block_tables: integers [B, n]. ctx_lens: integers
-    [B].
+    Dv]: float16, float32, bfloat16 as uint16, int8, or e4m3 as uint8. block_tables: integers
+    [B, n]. ctx_lens: integers [B].
+    k_scale, v_scale: of int8 and e4m3, float32 that broadcasts to [n_blocks, Hkv, b].
     cu_seqlens_q: integers [B + 1]; None is a row each. Row i of a sequence stands at ctx_len -
     q_len + i.
     Only table entries that hold a visible position are looked at. ValueError: shapes that disagree,
@@ -583,12 +664,12 @@ def paged_attn(
     """
     step = Step(
         q, k_blocks, v_blocks, block_tables, ctx_lens, cu_seqlens_q, window, alibi_slopes,
-        sink_logits,
+        sink_logits, scales=(k_scale, v_scale),
     )  # fmt: skip
     out = np.empty((*q.shape[:2], v_blocks.shape[3]), np.float32)
     lse = np.empty(q.shape[:2], np.float32)
-    for rows, own, tall, k, v in step:
-        out_rows, lse_rows = tall.over(k, v, scale, softcap)
+    for rows, own, tall, k, v, scales in step:
+        out_rows, lse_rows = tall.over(k, v, scale, softcap, scales)
         out[rows, own] = out_rows.reshape(out[rows, own].shape)
         lse[rows, own] = lse_rows.reshape(lse[rows, own].shape)
     return out, lse
@@ -610,6 +691,8 @@ def paged_attn_states(
     alibi_slopes: F32 | None = None,
     state_span: int = SPLIT,
     first_block: int = 0,
+    k_scale: F32 | None = None,
+    v_scale: F32 | None = None,
 ) -> F32:
     """``tl_paged_attn_states_f32``: what splits first_split .. first_split + n_splits - 1 leave.
 
@@ -625,15 +708,15 @@ def paged_attn_states(
     begin, end = first_split * SPLIT, (first_split + n_splits) * SPLIT
     step = Step(
         q, k_blocks, v_blocks, block_tables, ctx_lens, cu_seqlens_q, window, alibi_slopes,
-        first_block=first_block, within=(begin, end),
+        first_block=first_block, within=(begin, end), scales=(k_scale, v_scale),
     )  # fmt: skip
     of_piece = split_state if per_state == 1 else stretch_state
     width = 2 + v_blocks.shape[3]
     states = np.empty((*q.shape[:2], n_splits // per_state, width), np.float32)
-    for rows, own, tall, k, v in step:
-        score_tile = tall.scored(k, scale, softcap)
+    for rows, own, tall, k, v, (k_each, v_each) in step:
+        score_tile = tall.scored(k, scale, softcap, k_each)
         for i, first in enumerate(range(begin, end, state_span)):
-            x = of_piece(score_tile, v, tall.low, tall.high, first)
+            x = of_piece(score_tile, v, tall.low, tall.high, first, v_each)
             packed = np.concatenate([x.m[:, None], x.L[:, None], x.a], axis=1)
             states[rows, own, i] = packed.reshape(states[rows, own, i].shape)
     return states
@@ -894,3 +977,39 @@ def f32_to_e5m2(x: F32) -> npt.NDArray[np.uint8]:
 def e5m2_to_f32(codes: npt.NDArray[np.uint8]) -> F32:
     """``tl_e5m2_to_f32``."""
     return FORMAT_E5M2.widen(codes)
+
+
+# --- rows in eight bits
+# -------------------------------------------------------------------------------------
+
+STORED_LEAST: Final = np.float32(2.0**-100)  # a row that stays below it is stored as zeros
+
+
+def store_i8(x: F32) -> tuple[npt.NDArray[np.int8], F32]:
+    """``tl_store_i8_f32``: rows [..., D] as codes, int8 [..., D], and scales, float32 [...]."""
+    scale, y = _scaled(x, np.float32(127))
+    return np.rint(y).astype(np.int8), scale
+
+
+def store_e4m3(x: F32) -> tuple[npt.NDArray[np.uint8], F32]:
+    """``tl_store_e4m3_f32``: rows [..., D] as codes, uint8 [..., D], and scales, float32 [...]."""
+    scale, y = _scaled(x, np.float32(448))
+    return f32_to_e4m3(y), scale
+
+
+@np.errstate(all="ignore")
+def _scaled(x: F32, top: np.float32) -> tuple[F32, F32]:
+    """The scales of rows, and what is rounded to their codes: A being the largest |x| of a row,
+    A / top and x * (top / A), each division and product rounded once. It is within -top .. top."""
+    largest = np.max(np.abs(require(x, np.float32, "x")), axis=-1, initial=ZERO)
+    broken, small = ~np.isfinite(largest), largest < STORED_LEAST  # NaN if any of a row is
+    scale = np.where(broken, NAN, np.where(small, ZERO, largest / top))
+    r = np.where(broken | small, ZERO, top / largest)[..., None]
+    return scale, np.where(r == 0, ZERO, x * r)
+
+
+@np.errstate(all="ignore")
+def stored_to_f32(codes: Array, scales: F32) -> F32:
+    """What ``tl_kv_gather_f32`` reads back of int8, or of e4m3 in uint8: scale * value."""
+    values = codes.astype(np.float32) if codes.dtype == np.int8 else e4m3_to_f32(codes)
+    return require(scales, np.float32, "scales")[..., None] * values

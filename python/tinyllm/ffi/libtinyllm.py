@@ -18,6 +18,7 @@ from ctypes import (
     c_char_p,
     c_float,
     c_int,
+    c_int8,
     c_int32,
     c_int64,
     c_size_t,
@@ -72,6 +73,7 @@ __all__ = [
     "block_view",
     "export_blocks",
     "f32_ptr",
+    "i8_ptr",
     "i32_ptr",
     "i64_ptr",
     "library_path",
@@ -80,6 +82,7 @@ __all__ = [
     "signatures",
     "store_address",
     "struct_ptr",
+    "u8_ptr",
     "u16_ptr",
     "u32_ptr",
     "u64_ptr",
@@ -126,11 +129,15 @@ TL_ARENA_DEFAULT_BLOCK: Final = 1 << 20
 TL_ARENA_DEFAULT_ALIGN: Final = 64
 TL_ARENA_MAX_ALIGN: Final = 4096
 TL_POOL_MAX_THREADS: Final = 4096
-TL_KV_FORMAT_V1: Final = 1
+TL_KV_FORMAT_F16: Final = 1
+TL_KV_FORMAT_E4M3: Final = 2
+TL_KV_FORMAT_I8: Final = 3
+TL_KV_FORMAT_BF16: Final = 4
+TL_KV_FORMAT_F32: Final = 5
+TL_KV_FORMAT_V1: Final = TL_KV_FORMAT_F16
 TL_KV_MAGIC: Final = b"TLKV"
 TL_KV_ENVELOPE_HEADER: Final = 28
 TL_KV_RECORD_HEADER: Final = 12
-TL_KV_ENVELOPE_VERSION: Final = 1
 TL_KV_ALIGN: Final = 64
 TL_NUMERICS_VERSION: Final = 2
 TL_ATTN_TILE: Final = 16
@@ -200,6 +207,7 @@ class KvStats(Structure):
         ("used", c_uint32),
         ("cached", c_uint32),
         ("evictions", c_uint32),
+        ("unrepresentable", c_uint64),
     ]
 
 
@@ -331,7 +339,7 @@ STRUCTS: Final[dict[str, type[Structure]]] = {
 # ---------------------------------------------------------------------------------------------
 
 _f32, _i32, _i64 = POINTER(c_float), POINTER(c_int32), POINTER(c_int64)
-_u8, _u16, _u32 = POINTER(c_uint8), POINTER(c_uint16), POINTER(c_uint32)
+_i8, _u8, _u16, _u32 = POINTER(c_int8), POINTER(c_uint8), POINTER(c_uint16), POINTER(c_uint32)
 _handle_out = POINTER(c_void_p)
 
 PROTOTYPES: Final[tuple[tuple[str, Any, tuple[Any, ...]], ...]] = (
@@ -375,6 +383,7 @@ PROTOTYPES: Final[tuple[tuple[str, Any, tuple[Any, ...]], ...]] = (
     ("tl_kv_register", STATUS, (c_void_p, c_uint32, c_uint64)),
     ("tl_kv_lookup", STATUS, (c_void_p, c_uint64, _u32)),
     ("tl_kv_block_ptr", c_void_p, (c_void_p, c_uint32, c_uint32, c_int)),
+    ("tl_kv_scale_ptr", _f32, (c_void_p, c_uint32, c_uint32, c_int)),
     ("tl_kv_pool_cfg", None, (c_void_p, POINTER(KvConfig))),
     ("tl_kv_block_bytes", c_size_t, (c_void_p,)),
     ("tl_kv_export_bytes", c_size_t, (c_void_p, c_uint32)),
@@ -384,7 +393,20 @@ PROTOTYPES: Final[tuple[tuple[str, Any, tuple[Any, ...]], ...]] = (
     ("tl_kv_blocks_get", STATUS, (c_void_p, c_uint32, c_uint32, POINTER(KvBlock))),
     ("tl_crc32c", c_uint32, (c_void_p, c_size_t, c_uint32)),
     (
+        "tl_kv_append",
+        STATUS,
+        (
+            *(c_void_p, c_uint32, _u32, c_int64, _i32, _i32, c_int64),
+            *(c_void_p, c_void_p, c_int32, *(c_int64,) * 4, c_void_p),
+        ),
+    ),
+    (
         "tl_kv_append_f32",
+        STATUS,
+        (c_void_p, c_uint32, _u32, c_int32, c_int64, c_int64, _f32, _f32, c_int64, c_int64),
+    ),
+    (
+        "tl_kv_gather_f32",
         STATUS,
         (c_void_p, c_uint32, _u32, c_int32, c_int64, c_int64, _f32, _f32, c_int64, c_int64),
     ),
@@ -412,6 +434,8 @@ PROTOTYPES: Final[tuple[tuple[str, Any, tuple[Any, ...]], ...]] = (
     ("tl_e4m3_to_f32_n", None, (_u8, _f32, c_int64)),
     ("tl_f32_to_e5m2_n", None, (_f32, _u8, c_int64)),
     ("tl_e5m2_to_f32_n", None, (_u8, _f32, c_int64)),
+    ("tl_store_i8_f32", None, (_f32, _i8, _f32, c_int64, c_int64)),
+    ("tl_store_e4m3_f32", None, (_f32, _u8, _f32, c_int64, c_int64)),
     ("tl_expf", c_float, (c_float,)),
     ("tl_exp_f32", None, (_f32, _f32, c_int64)),
     # tinyllm/softmax.h
@@ -795,6 +819,7 @@ def _pointer(fn: str, a: Any, dtype: np.dtype[Any], ctype: Any) -> Any:
 
 _F32, _U16, _U32 = np.dtype(np.float32), np.dtype(np.uint16), np.dtype(np.uint32)
 _I32, _I64, _U64 = np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.uint64)
+_I8, _U8 = np.dtype(np.int8), np.dtype(np.uint8)
 
 
 def f32_ptr(a: NDArray[np.float32] | None) -> Any:
@@ -805,6 +830,16 @@ def f32_ptr(a: NDArray[np.float32] | None) -> Any:
     without unit stride.
     """
     return _pointer("f32_ptr", a, _F32, c_float)
+
+
+def i8_ptr(a: NDArray[np.int8] | None) -> Any:
+    """``f32_ptr`` for ``int8_t *``."""
+    return _pointer("i8_ptr", a, _I8, c_int8)
+
+
+def u8_ptr(a: NDArray[np.uint8] | None) -> Any:
+    """``f32_ptr`` for ``uint8_t *``."""
+    return _pointer("u8_ptr", a, _U8, c_uint8)
 
 
 def u16_ptr(a: NDArray[np.uint16] | None) -> Any:
@@ -837,8 +872,23 @@ def struct_ptr(struct: Structure) -> Any:
     return ctypes.pointer(struct)
 
 
+def memory_at(address: int, nbytes: int) -> NDArray[np.uint8]:
+    """C memory as an array of bytes; valid as long as the memory is."""
+    memory: Any = (c_uint8 * nbytes).from_address(address)
+    return np.frombuffer(memory, np.uint8)
+
+
+def address_of_floats(pointer: Any) -> int:
+    """The address that a member or a result of type ``float *`` is; 0 for NULL."""
+    return ctypes.cast(pointer, c_void_p).value or 0
+
+
+def float_pointer(address: int) -> Any:
+    """A ``float *`` for a member of a struct."""
+    return ctypes.cast(address, _f32)
+
+
 def block_view(address: int, shape: tuple[int, ...]) -> NDArray[np.float16]:
     """C memory of f16 codes as an array; valid as long as the memory is."""
     n = int(np.prod(shape, dtype=np.int64))
-    codes: Any = (c_uint16 * n).from_address(address)
-    return np.frombuffer(codes, np.float16).reshape(shape)
+    return memory_at(address, 2 * n).view(np.float16).reshape(shape)

@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import create_causal_mask
 
 from tinyllm._check import integer
+from tinyllm._kv_format import format_named
 from tinyllm.errors import ClosedError, OutOfBlocks
 from tinyllm.hf.attention import MARK, seen_columns
 from tinyllm.hf.config import layers_of
@@ -134,6 +135,7 @@ class PagedCache(Cache):  # type: ignore[misc]
     config: the model's. num_blocks: blocks of ``block_size`` positions, of all layers each; a
     sequence of n positions takes ceil(n / block_size), and every beam is a sequence. Their memory
     is reserved at the first forward and touched when it is used.
+    dtype: what keys and values are stored as, as for PagedKVCache: a name, or torch's dtype.
     threads: what attention runs on: None is as many threads as torch uses, else as for
     ``paged_attention``.
 
@@ -143,7 +145,9 @@ class PagedCache(Cache):  # type: ignore[misc]
     be done.
     ``kv`` is the PagedKVCache, None before the first forward; ``seq_ids`` the ids in it, one a row;
     ``n_columns`` how many columns the cache holds, padding included.
-    Keys and values are stored as float16: those of a float32 or bfloat16 model are rounded once.
+    Keys and values are stored as ``dtype``, float16 unless it is said: those of a model of another
+    type are rounded once. Prompts are read back from there like everything else, so that no bit
+    depends on how a text was brought.
     A row holds its tokens without the padding, wherever that lies: a window counts tokens.
 
     A forward is all or nothing: one that fails or is interrupted before its last layer has attended
@@ -154,18 +158,25 @@ class PagedCache(Cache):  # type: ignore[misc]
 
     Raises: ValueError for a model whose layers need something else (another type of attention than
     full and sliding, keys shared by layers, no plain KV heads), and for sizes that are no positive
-    integers.
+    integers; TypeError for another dtype.
     OutOfBlocks (in a forward) where the pool is too small: the cache is then as before that
     forward.
     """
 
     def __init__(
-        self, config: Any, num_blocks: int = 1024, block_size: int = 16, *, threads: Threads = None
+        self,
+        config: Any,
+        num_blocks: int = 1024,
+        block_size: int = 16,
+        *,
+        dtype: Any = "float16",
+        threads: Threads = None,
     ) -> None:
         fn = "PagedCache"
         n_layers = layers_of(fn, config)
         self._num_blocks = integer(fn, "num_blocks", num_blocks, 1, 2**31 - 1, ValueError)
         self._block_size = integer(fn, "block_size", block_size, 1, 2**32 - 1, ValueError)
+        self._dtype = format_named(fn, dtype).name
         self._threads = threads
         self._begin(n_layers, None)
 
@@ -224,7 +235,7 @@ class PagedCache(Cache):  # type: ignore[misc]
                 self._leave()
             if self.kv is None:
                 sizes = self._num_blocks, self._block_size, len(self.layers)
-                self._use(PagedKVCache(None, *sizes, *shape))
+                self._use(PagedKVCache(None, *sizes, *shape, dtype=self._dtype))
             if layer == 0:
                 self._refuse_fewer_layers(n_columns)
                 self._settle()
@@ -469,7 +480,7 @@ class PagedCache(Cache):  # type: ignore[misc]
             self._settle()
             twin: PagedCache = type(self).__new__(type(self))
             twin._num_blocks, twin._block_size = self._num_blocks, self._block_size
-            twin._threads = self._threads
+            twin._dtype, twin._threads = self._dtype, self._threads
             twin._begin(len(self.layers), self.kv)
             twin._closed = self._closed
             if self.kv is not None:
@@ -513,7 +524,7 @@ class PagedCache(Cache):  # type: ignore[misc]
     def __repr__(self) -> str:
         return (
             f"PagedCache(num_blocks={self._num_blocks}, block_size={self._block_size}, "
-            f"sequences={len(self.seq_ids)}, columns={self.n_columns})"
+            f"dtype={self._dtype!r}, sequences={len(self.seq_ids)}, columns={self.n_columns})"
         )
 
 

@@ -30,15 +30,16 @@ from tinyllm.infer.paged import PagedKVCache
 __all__ = ["Packed", "forward_packed", "new_kv"]
 
 
-def new_kv(config: Any, num_blocks: int, block_size: int = 16) -> PagedKVCache:
-    """A PagedKVCache for the layers and KV heads of a model, from ``model.config``.
+def new_kv(
+    config: Any, num_blocks: int, block_size: int = 16, *, dtype: Any = "float16"
+) -> PagedKVCache:
+    """A PagedKVCache of ``dtype`` for the layers and KV heads of a model, from ``model.config``.
 
     Raises: ValueError for a model it cannot serve, and as PagedKVCache.
     """
     n_kv_heads, width = kv_shape_of(config)
-    return PagedKVCache(
-        None, num_blocks, block_size, layers_of("new_kv", config), n_kv_heads, width
-    )
+    n_layers = layers_of("new_kv", config)
+    return PagedKVCache(None, num_blocks, block_size, n_layers, n_kv_heads, width, dtype=dtype)
 
 
 class Packed:

@@ -50,8 +50,8 @@ def as_f32(tensor: Tensor) -> NDArray[np.float32]:
 
 
 def as_stored(tensor: Tensor) -> NDArray[Any]:
-    """The memory of a float32 or float16 tensor, which a pool rounds to float16 by itself; of
-    bfloat16, which numpy does not have, a float32 copy."""
+    """The memory of a float32 or float16 tensor, which a pool rounds by itself; of bfloat16, which
+    numpy does not have, a float32 copy."""
     array: NDArray[Any] = (
         (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).detach().numpy()
     )

@@ -11,16 +11,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tinyllm._arrays import Tensor, as_array, as_f32_for_f16, packed, whole_rows, with_axes
-from tinyllm._check import F16, F32, UINT32_MAX
+from tinyllm._arrays import Tensor, as_array, as_f32, as_f32_for_f16, whole_rows, with_axes
+from tinyllm._check import UINT32_MAX
+from tinyllm._kv_format import FORMATS, KvFormat
 from tinyllm.errors import TlError
 from tinyllm.ffi.handle import Handle
 from tinyllm.ffi.libtinyllm import (
     KV_VIEW_BYTES,
     TL_EFULL,
-    TL_F16,
     TL_KV_ENVELOPE_HEADER,
-    TL_KV_FORMAT_V1,
     TL_KV_RECORD_HEADER,
     KvConfig,
     KvStats,
@@ -28,32 +27,33 @@ from tinyllm.ffi.libtinyllm import (
     Lib,
     Step,
     all_at_once,
-    block_view,
     export_blocks,
     f32_ptr,
-    i64_ptr,
-    u16_ptr,
+    i32_ptr,
+    memory_at,
     u32_ptr,
 )
+from tinyllm.kv_view import codes_of, scales_of
 
 NO_BLOCK = UINT32_MAX  # a table entry nobody reads
 
 
 class Blocks:
-    """``n_blocks`` blocks of f16 K and V, and the counters that the pool does not keep.
+    """``n_blocks`` blocks of K and V in one format, and the counters that the pool does not keep.
 
     fresh: what a call took from the pool and no table names yet. Where the call does not end well,
     ``give_back`` returns it before the next one begins. high_water: the most blocks in use at once.
     """
 
-    def __init__(self, lib: Lib, handle: Handle) -> None:
-        self.lib, self.handle = lib, handle
+    def __init__(self, lib: Lib, handle: Handle, form: KvFormat) -> None:
+        self.lib, self.handle, self.form = lib, handle, form
         self.fresh: NDArray[np.uint32] | None = None
         self.high_water = 0
 
     def create(self, *sizes: int) -> None:
         """sizes: blocks, positions in one, layers, KV heads, elements of a row. Raises TlError."""
-        self.handle.create(self.lib.tl_kv_pool_create, KvConfig(*sizes, TL_F16, TL_KV_FORMAT_V1))
+        config = KvConfig(*sizes, self.form.tl_dtype, self.form.tl_format)
+        self.handle.create(self.lib.tl_kv_pool_create, config)
         self.n_blocks, self.block_size, self.n_layers, *row = sizes
         self._slab = (row[0], self.block_size, row[1])
         self.block_bytes = int(self.lib.tl_kv_block_bytes(self.handle.address))
@@ -139,83 +139,85 @@ class Blocks:
     # --- K and V
     # ---------------------------------------------------------------------------------------------
 
-    def rows(self, fn: str, k: Tensor, v: Tensor) -> tuple[NDArray[Any], NDArray[Any]]:
-        """K and V, checked in full, as ``write`` takes them: both float32 with the same strides, or
-        both uint16 codes of float16."""
-        sides = []
-        for name, side in (("k", k), ("v", v)):
-            if type(side) is not np.ndarray or (side.dtype is not F32 and side.dtype is not F16):
-                side, element = as_array(fn, name, side)
-                if element != "float16":
-                    side = as_f32_for_f16(fn, name, side, element)
-            sides.append(with_axes(fn, name, side, 3))
-        k, v = sides
-        heads, n_tokens, width = k.shape
+    def rows(self, fn: str, k: Tensor, v: Tensor) -> tuple[NDArray[Any], NDArray[Any], KvFormat]:
+        """K and V, checked in full, as ``write`` takes them: both of one of the types that the
+        library takes, and which that is."""
+        (k, of_k), (v, of_v) = (as_array(fn, name, side) for name, side in (("k", k), ("v", v)))
+        given = of_k if of_k == of_v and of_k in ("float16", "bfloat16") else "float32"
+        if given == "float32":
+            rounded = as_f32_for_f16 if self.form.name == "float16" else as_f32
+            k, v = rounded(fn, "k", k, of_k), rounded(fn, "v", v, of_v)
+        heads, n_tokens, width = with_axes(fn, "k", k, 3).shape
         if (heads, width) != self._slab[::2] or n_tokens < 1:
             raise ValueError(
                 f"{fn}: k has shape {k.shape}, expected [n_kv_heads, T >= 1, d_head] = "
                 f"({self._slab[0]}, T, {self._slab[2]})"
             )
-        if v.shape != k.shape:
+        if with_axes(fn, "v", v, 3).shape != k.shape:
             raise ValueError(f"{fn}: v has shape {v.shape}, k {k.shape}")
-        if k.dtype == F32 and v.dtype == F32:
-            return _of_equal_strides(k, v)
-        return self._codes(k), self._codes(v)
-
-    def _codes(self, a: NDArray[Any]) -> NDArray[np.uint16]:
-        if a.dtype == F16:
-            return whole_rows(a).view(np.uint16)
-        codes = np.empty(a.shape, np.uint16)
-        self.lib.tl_f32_to_f16_n(f32_ptr(packed(a)), u16_ptr(codes), a.size)
-        return codes
+        return whole_rows(k), whole_rows(v), FORMATS[given]
 
     def write(
-        self, layer: int, table: NDArray[np.uint32], begin: int, k: NDArray[Any], v: NDArray[Any]
+        self,
+        layer: int,
+        table: NDArray[np.uint32],
+        begin: int,
+        k: NDArray[Any],
+        v: NDArray[Any],
+        given: KvFormat,
     ) -> None:
         """Stores what ``rows`` gave in one layer of a sequence, from position ``begin`` on."""
-        n, pool = k.shape[1], self.handle.address
+        n = k.shape[1]
+        starts, length = np.array([0, n], np.int32), np.array([begin + n], np.int32)
         (k_head, k_token, _), (v_head, v_token, _) = (
             [stride // a.itemsize for stride in a.strides] for a in (k, v)
         )
-        if k.dtype == F32:
-            self.lib.tl_kv_append_f32(
-                pool, layer, u32_ptr(table), len(table), begin, n, f32_ptr(k), f32_ptr(v),
-                k_head, k_token,
-            )  # fmt: skip
-            return
-        places = np.arange(begin, begin + n)
-        slots = table[places // self.block_size].astype(np.int64) * self.block_size
-        slots += places % self.block_size
-        self.lib.tl_kv_write_slots(
-            self.view(layer), i64_ptr(slots), n, k.ctypes.data, v.ctypes.data, TL_F16,
-            k_token, k_head, v_token, v_head,
+        self.lib.tl_kv_append(
+            self.handle.address, layer, u32_ptr(table), len(table), i32_ptr(starts),
+            i32_ptr(length), 1, k.ctypes.data, v.ctypes.data, given.tl_dtype, k_token, k_head,
+            v_token, v_head, None,
         )  # fmt: skip
 
     def copy(self, source: int, target: int) -> None:
         """All of a block, all layers."""
-        shape = (self.n_layers, 2, *self._slab)
         begin = (
             self.lib.tl_kv_block_ptr(self.handle.address, block, 0, 0) for block in (source, target)
         )
-        old, new = (block_view(address, shape).view(np.uint16) for address in begin)
+        old, new = (memory_at(address, self.block_bytes) for address in begin)
         new[...] = old
 
-    def slab(self, block: int, layer: int, is_v: int) -> NDArray[np.float16]:
-        """K or V of a block where it lies: [n_kv_heads, block_size, d_head]."""
-        address = self.lib.tl_kv_block_ptr(self.handle.address, block, layer, is_v)
-        return block_view(address, self._slab)
+    def slab(self, block: int, layer: int, is_v: int) -> NDArray[Any]:
+        """The elements of K or V of a block where they lie: [n_kv_heads, block_size, d_head]."""
+        side: NDArray[Any] = codes_of(self.view(layer), self.form)[is_v][block]
+        return side.view(self.form.element)
 
     def gather(
         self, layer: int, table: NDArray[np.uint32], length: int
-    ) -> tuple[NDArray[np.float16], NDArray[np.float16]]:
-        """Copies of the K and V of ``length`` positions: [n_kv_heads, length, d_head]."""
-        n_heads, b, width = self._slab
-        k, v = (np.empty((n_heads, length, width), np.float16) for _ in "kv")
-        for i, begin in enumerate(range(0, length, b)):
-            span = slice(begin, min(begin + b, length))
-            for is_v, side in enumerate((k, v)):
-                side[:, span] = self.slab(int(table[i]), layer, is_v)[:, : span.stop - begin]
+    ) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Copies of the K and V of ``length`` positions: [n_kv_heads, length, d_head], as float16
+        where that is what they are, else as float32."""
+        if self.form.name == "float16":
+            k, v = self.gather_codes(layer, table, length)
+            return k, v
+        n_heads, _, width = self._slab
+        k, v = (np.empty((n_heads, length, width), np.float32) for _ in "kv")
+        self.lib.tl_kv_gather_f32(
+            self.handle.address, layer, u32_ptr(table), len(table), 0, length, f32_ptr(k),
+            f32_ptr(v), length * width, width,
+        )  # fmt: skip
         return k, v
+
+    def gather_codes(
+        self, layer: int, table: NDArray[np.uint32], length: int
+    ) -> tuple[NDArray[Any], ...]:
+        """The same as the elements that are stored, and their scales, float32 [n_kv_heads, length],
+        where the format has them."""
+        view = self.view(layer)
+        sides: list[NDArray[Any]] = [a.view(self.form.element) for a in codes_of(view, self.form)]
+        if self.form.has_scales:
+            sides += scales_of(view)
+        b, held = self.block_size, table[: -(-length // self.block_size)]
+        return tuple(_in_order(side, held, b, length) for side in sides)
 
     def view(self, layer: int) -> KvView:
         """Where one layer lies."""
@@ -263,6 +265,17 @@ class Blocks:
         return fills
 
 
+def _in_order(
+    side: NDArray[Any], blocks: NDArray[np.uint32], block_size: int, length: int
+) -> NDArray[Any]:
+    """[n_kv_heads, length, ...] of [blocks, n_kv_heads, block_size, ...], block by block."""
+    out = np.empty((side.shape[1], length, *side.shape[3:]), side.dtype)
+    for block, begin in zip(blocks, range(0, length, block_size), strict=True):
+        part = out[:, begin : begin + block_size]
+        part[...] = side[block, :, : part.shape[1]]
+    return out
+
+
 def fill_of(length: int, i: int, block_size: int) -> int:
     """Fill of the i-th block of a sequence of which every layer holds ``length`` positions."""
     return min(max(length - i * block_size, 0), block_size)
@@ -271,12 +284,3 @@ def fill_of(length: int, i: int, block_size: int) -> int:
 def blocks_of(table: NDArray[np.uint32], places: Iterable[int]) -> list[int]:
     """The blocks at some places of a table."""
     return [int(table[i]) for i in places]
-
-
-def _of_equal_strides(k: NDArray[Any], v: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """float32 K and V of the same strides, whole elements, 1 in the last axis: as they are, or
-    copies."""
-    usable = k.strides == v.strides and k.strides[2] == F32.itemsize
-    if usable and whole_rows(k) is k and whole_rows(v) is v:
-        return k, v
-    return packed(k), packed(v)

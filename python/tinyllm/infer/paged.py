@@ -12,6 +12,7 @@ fresh: blocks that a call took from the pool and no table names yet.
 from __future__ import annotations
 
 import os
+import warnings
 import weakref
 from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from functools import partial
@@ -22,7 +23,9 @@ from numpy.typing import NDArray
 
 from tinyllm._arrays import Tensor
 from tinyllm._check import INT32_MAX, INT64_MAX, UINT32_MAX, integer
+from tinyllm._kv_format import format_named
 from tinyllm._not_copied import NotCopied
+from tinyllm._words import plural
 from tinyllm.errors import OutOfBlocks, TlError
 from tinyllm.ffi.handle import Handle
 from tinyllm.ffi.libtinyllm import (
@@ -68,6 +71,9 @@ class PagedKVCache(NotCopied):
     lib: a loaded library; None is the default one.
     num_blocks, block_size, n_layers, n_kv_heads, d_head: how many blocks there are, positions in
     one, layers, KV heads and elements of a row.
+    dtype: what K and V are stored as, by name or as a dtype of numpy, ml_dtypes or torch:
+    "float16", "bfloat16" or "float32"; or "int8" or "float8_e4m3fn", of which each row of d_head
+    elements has a scale of its own, d_head + 4 bytes. What is stored is never scaled anew.
     seq_id, in every method: a sequence, by any hashable value. One that is unknown raises KeyError,
     a closed cache ClosedError.
 
@@ -82,9 +88,9 @@ class PagedKVCache(NotCopied):
     ``paged_attention`` himself sees to it that nobody frees those sequences meanwhile.
     A call that an exception of a signal handler ends (KeyboardInterrupt) has done all or nothing.
 
-    Raises: TypeError for a size that is missing; ValueError for one that is no positive integer
-    below 2**32 (num_blocks: 2**31), or for a pool beyond the address space; TlError
-    (``TL_ENOMEM``) where its memory cannot be reserved.
+    Raises: TypeError for a size that is missing and another dtype; ValueError for a size that is no
+    positive integer below 2**32 (num_blocks: 2**31), or for a pool beyond the address space;
+    TlError (``TL_ENOMEM``) where its memory cannot be reserved.
     """
 
     _instead = (
@@ -106,6 +112,8 @@ class PagedKVCache(NotCopied):
         n_layers: int,
         n_kv_heads: int,
         d_head: int,
+        *,
+        dtype: Any = "float16",
     ) -> None: ...
 
     @overload
@@ -117,6 +125,7 @@ class PagedKVCache(NotCopied):
         n_layers: int,
         n_kv_heads: int,
         d_head: int,
+        dtype: Any = "float16",
         lib: Lib | None = None,
     ) -> None: ...
 
@@ -128,6 +137,8 @@ class PagedKVCache(NotCopied):
         n_layers: int = _NEEDED,
         n_kv_heads: int = _NEEDED,
         d_head: int = _NEEDED,
+        *,
+        dtype: Any = "float16",
     ) -> None:
         fn = "PagedKVCache"
         given = (num_blocks, block_size, n_layers, n_kv_heads, d_head)
@@ -138,15 +149,17 @@ class PagedKVCache(NotCopied):
             raise TypeError(f"{fn}: lib must be a Lib or None, not {lib!r}")
         for (name, high), n in zip(_SIZES.items(), given, strict=True):
             setattr(self, name, integer(fn, name, n, 1, high, ValueError))
+        form = format_named(fn, dtype)
         self.lib = lib = load() if lib is None else lib
         self._handle = Handle(fn, lib.tl_kv_pool_destroy)
         self._finalizer = weakref.finalize(self, self._handle.release)
         self._finalizer.atexit = False  # Handle has its own way to end with the interpreter
-        self._blocks = Blocks(lib, self._handle)
+        self._blocks = Blocks(lib, self._handle, form)
         self._sequences: dict[Hashable, CachedSequence] = {}
         self._version = 0  # changes whenever a table of a live sequence does
         self._spare: list[BatchTable] = []
         self._copies = self._failures = 0
+        self._warned = False  # of values that the dtype has nothing for
         try:
             self._blocks.create(*(getattr(self, name) for name in _SIZES))
         except TlError as error:
@@ -257,18 +270,23 @@ class PagedKVCache(NotCopied):
         """Adds T >= 1 positions to one layer of a sequence.
 
         k, v: [n_kv_heads, T, d_head], any strides: float16, float32 or bfloat16, or any other real
-        numbers, in numpy's arrays, tensors or lists. Stored as f16: float16 bit for bit, the others
-        rounded once to the nearest (ties to even; overflow is infinity, NaN is 0x7E00). They are
-        not kept. Copied on the way is what is neither float32 nor float16, what of the two has no
-        contiguous last axis, and float32 K and V whose strides differ from each other.
+        numbers, in numpy's arrays, tensors or lists. They are not kept. What both are of the
+        cache's own dtype is stored bit for bit. Else they are rounded to it, float16, bfloat16 and
+        float32 once, others to float32 first, unless the cache is float16 (to nearest, ties to
+        even; overflow is infinity, NaN 0x7E00 in float16, 0x7FC0 in bfloat16). In int8 and
+        float8_e4m3fn a row has the scale largest |x| / 127, or / 448, and a row with NaN or
+        infinity is NaN (``tl_store_i8_f32``). Copied on the way is what is none of the three, what
+        has no contiguous last axis, and K and V of two types.
         Blocks about to be written that another sequence holds, or that are registered in the prefix
         index, are copied first.
 
         Raises: OutOfBlocks where the pool cannot give all blocks needed; TypeError for what are no
         arrays of real numbers; ValueError for a bad shape or layer. Then nothing has changed.
+        Warns: UserWarning, once a cache, of the first values that the dtype has nothing for. They
+        are stored as said, and counted in ``stats()``.
         """
         layer = self._layer("append", layer)
-        k, v = self._blocks.rows("append", k, v)
+        k, v, given = self._blocks.rows("append", k, v)
         with self._handle.write(), self._handle.turn:
             self._settle()
             sequence = self._sequence("append", seq_id)
@@ -288,8 +306,20 @@ class PagedKVCache(NotCopied):
             for i, block in zip(copied, fresh, strict=False):
                 table[i] = block
                 self._blocks.copy(int(old[i]), int(block))
-            self._blocks.write(layer, table, begin, k, v)
+            self._blocks.write(layer, table, begin, k, v, given)
             self._blocks.commit(*self._grown(sequence, layer, end, table, copied))
+            lost = 0 if self._warned else self._blocks.stats().unrepresentable
+        if lost:
+            self._warned = True
+            warnings.warn(self._lost(lost), UserWarning, stacklevel=2)
+
+    def _lost(self, n: int) -> str:
+        """What a warning says of ``n`` values."""
+        form = self._blocks.form
+        return (
+            f"append: {plural(n, 'value')} in what was appended that {form.name} has nothing for "
+            f"({form.lost}); {form.advice}"
+        )
 
     def _grown(
         self,
@@ -381,8 +411,14 @@ class PagedKVCache(NotCopied):
         return self._handle.address
 
     @property
+    def dtype(self) -> str:
+        """What K and V are stored as."""
+        return self._blocks.form.name
+
+    @property
     def nbytes(self) -> int:
-        """Bytes of K and V of all blocks. They are reserved, and taken when a block is used."""
+        """Bytes of K and V of all blocks, scales included. They are reserved, and taken when a
+        block is used."""
         self._refuse_closed()
         return self.num_blocks * self._blocks.block_bytes
 
@@ -411,7 +447,7 @@ class PagedKVCache(NotCopied):
         layer = self._layer("view", layer)
         with self._handle.look():
             return KVView(
-                self._blocks.view(layer), "float16", self, owner=self._handle, lib=self.lib
+                self._blocks.view(layer), self.dtype, self, owner=self._handle, lib=self.lib
             )
 
     def batch(
@@ -444,23 +480,46 @@ class PagedKVCache(NotCopied):
         self._refuse_closed()
         return self._sequence("seq_len", seq_id).lengths[self._layer("seq_len", layer)]
 
-    def gather(
+    def gather(self, seq_id: Hashable, layer: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Copies of one layer's K and V, [n_kv_heads, length, d_head] each: of a float16 cache
+        float16, of another the float32 that its values are (in int8 and float8_e4m3fn scale *
+        element, rounded once).
+
+        Raises: ValueError for a bad layer, or a sequence whose front was trimmed.
+        """
+        k, v = self._gathered("gather", seq_id, layer, self._blocks.gather)
+        return k, v
+
+    def gather_codes(
         self, seq_id: Hashable, layer: int
-    ) -> tuple[NDArray[np.float16], NDArray[np.float16]]:
-        """Copies of one layer's K and V: float16 [n_kv_heads, length, d_head] each. Raises
-        ValueError for a bad layer, or a sequence whose front was trimmed."""
-        layer = self._layer("gather", layer)
+    ) -> tuple[NDArray[Any], NDArray[Any], NDArray[np.float32], NDArray[np.float32]]:
+        """Copies of what an int8 or float8_e4m3fn cache stores of one layer: K and V as int8, or
+        as uint8 codes, [n_kv_heads, length, d_head], then their scales, float32
+        [n_kv_heads, length].
+
+        Raises: TypeError for a cache of another dtype; ValueError as ``gather``.
+        """
+        if not self._blocks.form.has_scales:
+            raise TypeError(f"gather_codes: the cache is {self.dtype}, which has no scales: gather")
+        k, v, k_scales, v_scales = self._gathered(
+            "gather_codes", seq_id, layer, self._blocks.gather_codes
+        )
+        return k, v, k_scales, v_scales
+
+    def _gathered(self, fn: str, seq_id: Hashable, layer: int, of: Any) -> Any:
+        layer = self._layer(fn, layer)
         with self._handle.read():
-            sequence = self._sequence("gather", seq_id)
-            self._refuse_gone("gather", seq_id, sequence, 0)
-            return self._blocks.gather(layer, sequence.table, sequence.lengths[layer])
+            sequence = self._sequence(fn, seq_id)
+            self._refuse_gone(fn, seq_id, sequence, 0)
+            return of(layer, sequence.table, sequence.lengths[layer])
 
     def stats(self) -> dict[str, int]:
-        """Blocks ``free``, ``used`` and ``cached``, and ``evictions`` so far."""
+        """Blocks ``free``, ``used`` and ``cached``, ``evictions`` so far, and ``unrepresentable``:
+        how many appended values the dtype had nothing for."""
         with self._handle.look():
             self._settle()
             stats = self._blocks.stats()
-        names = ("free", "used", "cached", "evictions")
+        names = ("free", "used", "cached", "evictions", "unrepresentable")
         return {name: int(getattr(stats, name)) for name in names}
 
     def num_free_blocks(self) -> int:
@@ -500,12 +559,14 @@ class PagedKVCache(NotCopied):
                 n_kv_heads=self.n_kv_heads,
                 d_head=self.d_head,
                 block_bytes=self._blocks.block_bytes,
+                dtype=self.dtype,
                 blocks=pool_blocks(self.lib, self.pool, self.num_blocks, sequences),
                 sequences=sequences,
                 high_water=self._blocks.high_water,
                 copies_on_write=self._copies,
                 evictions=stats.evictions,
                 failed_allocations=self._failures,
+                unrepresentable=stats.unrepresentable,
             )
             return taken, list(self._sequences)
 
@@ -574,7 +635,8 @@ class PagedKVCache(NotCopied):
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}={getattr(self, name)}" for name in _SIZES)
-        return f"PagedKVCache({sizes}{', closed' if self._handle.closed else ''})"
+        closed = ", closed" if self._handle.closed else ""
+        return f"PagedKVCache({sizes}, dtype={self.dtype!r}{closed})"
 
     # --- inside
     # ---------------------------------------------------------------------------------------------

@@ -17,9 +17,10 @@ from typing import Any, Final, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from tinyllm._kv_format import FORMATS, value_of
 from tinyllm._words import plural
 from tinyllm.observe.calls.diff_text import report
-from tinyllm.observe.calls.recording import Call, Recording, sequence_of_row
+from tinyllm.observe.calls.recording import SIDES, Call, Recording, sequence_of_row
 
 __all__ = ["Diff", "Finding", "Value", "diff", "ulps"]
 
@@ -58,20 +59,16 @@ def _farthest(a: NDArray[Any], b: NDArray[Any]) -> int:
 
 @dataclass(frozen=True)
 class Value:
-    """A value of one side: as text, and, of a float, its bits."""
+    """A value of one side: as text, and, of an element, its bits."""
 
     text: str
     bits: str | None = None
 
     @classmethod
     def of(cls, code: Any, dtype: str) -> Value:
-        """Of the float that has these bits."""
-        unsigned = np.asarray(code)
-        if dtype == "bfloat16":
-            number = (unsigned.astype(np.uint32) << np.uint32(16)).view(np.float32)
-        else:
-            number = unsigned.view(dtype)
-        return cls(str(number), f"0x{int(unsigned):0{2 * unsigned.dtype.itemsize}x}")
+        """Of the element that has these bits."""
+        digits = 2 * FORMATS[dtype].element.itemsize
+        return cls(str(value_of(int(code), dtype)), f"0x{int(code):0{digits}x}")
 
 
 # --- findings -------------------------------------------------------------------------------------
@@ -82,10 +79,11 @@ class Finding:
     """One thing that differs in one call: its first place, both values, and how much of it differs.
 
     part: "shape" (of a call where something has no counterpart: nothing but options is compared
-    then), "input" or "result". what: "q", "K", "scale", "states", ... where: the first place by
-    name: sequence, row, position, head, split, kv_head, element. n of total: elements that differ
-    (of "states": states; of "K" and "V": pieces, the positions of one split that one sequence
-    sees). ulps: between the two values, where they are floats; most_ulps: the most of any element.
+    then), "input" or "result". what: "q", "K", "scales of K", "scale", "states", ... where: the
+    first place by name: sequence, row, position, head, split, kv_head, element. n of total:
+    elements that differ (of "states": states; of "K", "V" and their scales: pieces, the positions
+    of one split that one sequence sees). ulps: between the two values, where they are floats;
+    most_ulps: the most of any element.
     See the function ``ulps``.
     """
 
@@ -309,10 +307,10 @@ def _row_place(call: Call, at: tuple[int, ...]) -> dict[str, int]:
 
 
 def _pieces(ra: Recording, a: Call, rb: Recording, b: Call) -> Iterator[Finding]:
-    """K and V by their digests, and by their elements where both kept them."""
+    """K, V and their scales by their digests, and by their elements where both kept them."""
     differs = (a.digests != b.digests).any(axis=2)
     sequence, split = a.piece_index()
-    for side, name in enumerate("KV"):
+    for side, name in enumerate(SIDES[: differs.shape[1]]):
         for piece in np.flatnonzero(differs[:, side])[:1].tolist():
             low, high = a.piece_span(piece)
             where: dict[str, Any] = {"sequence": int(sequence[piece]), "split": int(split[piece])}
@@ -325,9 +323,12 @@ def _pieces(ra: Recording, a: Call, rb: Recording, b: Call) -> Iterator[Finding]
             if kept[0] is not None and kept[1] is not None:
                 x, y = kept[0][side], kept[1][side]
                 at = tuple(int(i) for i in np.unravel_index(int((x != y).argmax()), x.shape))
-                where |= {"position": low + at[0], "kv_head": at[1], "element": at[2]}
-                values = [Value.of(codes[at], a.dtype) for codes in (x, y)]
-                distance = int(ulps(x[at], y[at]))
+                where |= dict(
+                    zip(("kv_head", "element"), at[1:], strict=False), position=low + at[0]
+                )
+                dtype = a.dtype if side < 2 else "float32"
+                values = [Value.of(codes[at], dtype) for codes in (x, y)]
+                distance = None if dtype == "int8" else int(ulps(x[at], y[at]))
             n = int(np.count_nonzero(differs[:, side]))
             yield Finding(
                 a.index, "input", name, values[0], values[1], where, n, len(differs), distance

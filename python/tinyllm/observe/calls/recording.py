@@ -3,8 +3,9 @@
 reads it.
 
 Words. span: the positions [low, high) that a row, or any row of a sequence, sees. piece: what the
-rows of one sequence see of one split; its K and V are [positions, Hkv, D] in the order of
-positions, whatever the blocks.
+rows of one sequence see of one split. side: K or V of a piece, [positions, Hkv, D] in the order of
+positions, whatever the blocks; and where K and V have scales the scales of K, of V [positions,
+Hkv].
 
 The file is an .npz without pickles, nothing in it compressed: one array per member
 ``calls/<i>/<name>.npy``, with ``keep_kv`` the bytes of pieces under ``kv/<their SHA-256>.npy``,
@@ -29,6 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinyllm._files import Replacement
+from tinyllm._kv_format import FORMATS
 from tinyllm._observers import observing
 from tinyllm._version import __version__
 from tinyllm.ffi.libtinyllm import TL_ATTN_SPLIT
@@ -41,11 +43,7 @@ __all__ = ["Call", "Recorder", "Recording", "record"]
 FORMAT: Final = "tinyllm record"
 FORMAT_VERSION: Final = 1
 _INDEX: Final = "record.json"
-CODES: Final[dict[str, np.dtype[Any]]] = {
-    "float32": np.dtype("<u4"),
-    "float16": np.dtype("<u2"),
-    "bfloat16": np.dtype("<u2"),
-}
+SIDES: Final = ("K", "V", "scales of K", "scales of V")
 _OPTIONAL: Final = ("alibi_slopes", "sink_logits", "lse")
 
 
@@ -97,8 +95,9 @@ def record(path: str | os.PathLike[str], *, keep_kv: bool = False) -> Iterator[R
     """Records the calls of ``paged_attention`` and ``paged_attention_decode`` in the block to a
     file at ``path``, for ``tinyllm.diff``.
 
-    Of each call: q, tables, lengths and options; a SHA-256 of the K and V that each sequence sees
-    of each split of 1024 positions, and with ``keep_kv`` their bytes, each content once; out, and
+    Of each call: q, tables, lengths and options; a SHA-256 of the K and V, and their scales, that
+    each sequence sees of each split of 1024 positions, and with ``keep_kv`` their bytes, each
+    content once; out, and
     lse where it was asked for; the state of every row, head and split, which a second call works
     out; versions, instruction set, library and threads. Calls of ``flash_attention`` and
     ``paged_attention_states`` are not recorded.
@@ -212,9 +211,9 @@ class Recorder:
     def _digests(
         self, archive: zipfile.ZipFile, call: PagedCall, spans: NDArray[np.int64]
     ) -> NDArray[np.uint8]:
-        """uint8 [pieces,2,32]: SHA-256 of K and V of each piece. Pieces in the same blocks are read
-        once."""
-        b, sides = call.kv.block_size, call.kv._codes()
+        """uint8 [pieces,sides,32]: SHA-256 of the sides of each piece. Pieces in the same blocks
+        are read once."""
+        b, sides = call.kv.block_size, (*call.kv._codes(), *call.kv._scales())
         found: list[bytes] = []
         known: dict[tuple[bytes, int, int], bytes] = {}
         for sequence, split in zip(*enumerated(spans), strict=True):
@@ -227,11 +226,12 @@ class Recorder:
                 block, slot = held[position // b - low // b], position % b
                 known[key] = b"".join(self._keep(archive, a[block, :, slot]) for a in sides)
             found.append(known[key])
-        return np.frombuffer(b"".join(found), np.uint8).reshape(len(found), 2, 32)
+        return np.frombuffer(b"".join(found), np.uint8).reshape(len(found), len(sides), 32)
 
     def _keep(self, archive: zipfile.ZipFile, piece: NDArray[Any]) -> bytes:
-        """The digest of a piece [positions, Hkv, D]; with ``keep_kv`` it is written, once."""
-        content = np.ascontiguousarray(piece, piece.dtype.newbyteorder("<"))
+        """The digest of a side; with ``keep_kv`` it is written as unsigned integers, once."""
+        content = np.ascontiguousarray(piece).view(f"u{piece.itemsize}")
+        content = content.astype(content.dtype.newbyteorder("<"), copy=False)
         digest = hashlib.sha256(content.data)
         name = digest.hexdigest()
         if self._keep_kv and name not in self._kept:
@@ -281,7 +281,8 @@ class Call:
     None.
 
     states: float32 [n,H,2+Dv] of every (row, split) of ``state_index``. digests: uint8
-    [pieces,2,32], SHA-256 of K and V, of every (sequence, split) of ``piece_index``.
+    [pieces,sides,32], SHA-256 of K and V and, where they have scales, of those, of every (sequence,
+    split) of ``piece_index``.
     facts: what no bit depends on: version, numerics, isa, threads, library.
     """
 
@@ -377,29 +378,32 @@ class Recording:
     def __iter__(self) -> Iterator[Call]:
         return (self[i] for i in range(len(self)))
 
-    def kv(self, call: Call, piece: int) -> tuple[NDArray[Any], NDArray[Any]] | None:
+    def kv(self, call: Call, piece: int) -> tuple[NDArray[Any], ...] | None:
         """K [positions,Hkv,Dk] and V [positions,Hkv,Dv] of a piece of ``call`` as unsigned
-        integers, or None where they were not kept. Raises ValueError where they are damaged."""
+        integers, then, of types with scales, the bits of those of K and of V, uint32
+        [positions,Hkv]; or None where they were not kept. Raises ValueError where they are
+        damaged."""
         if not self.keep_kv:
             return None
         low, high = call.piece_span(piece)
+        form, heads = FORMATS[call.dtype], call.n_kv_heads
+        kinds = [form.code.newbyteorder("<")] * 2 + [np.dtype("<u4")] * 2
+        rows = [(heads, d) for d in call.head_dims] + [(heads,)] * 2
+        digests = call.digests[piece]
         with _reading(self.path, f"K and V of call {call.index}"):
             stored = [
-                self._array(f"kv/{d.tobytes().hex()}", CODES[call.dtype])
-                for d in call.digests[piece]
+                self._array(f"kv/{d.tobytes().hex()}", kind)
+                for d, kind in zip(digests, kinds, strict=False)
             ]
-            k, v = (
-                a.reshape(-1, call.n_kv_heads, d)
-                for a, d in zip(stored, call.head_dims, strict=True)
-            )
-            if len(k) != high - low or len(v) != high - low:
-                raise ValueError(f"{len(k)} and {len(v)} positions, not {high - low}")
+            sides = tuple(a.reshape(-1, *row) for a, row in zip(stored, rows, strict=False))
+            if any(len(side) != high - low for side in sides):
+                raise ValueError(f"{[len(side) for side in sides]} positions, not {high - low}")
             if (
                 b"".join(hashlib.sha256(a.data).digest() for a in stored)
                 != call.digests[piece].tobytes()
             ):
                 raise ValueError("not the bytes that were digested")
-            return k, v
+            return sides
 
     def close(self) -> None:
         """Nothing can be read afterwards; nothing happens the second time."""
@@ -421,7 +425,11 @@ class Recording:
         names = _typed(entry, "has", list)
         dims = _typed(entry, "head_dims", list)
         dtype, n_kv = _typed(entry, "dtype", str), _count(entry, "n_kv_heads")
-        if dtype not in CODES or len(dims) != 2 or not all(type(d) is int and d >= 1 for d in dims):
+        if (
+            dtype not in FORMATS
+            or len(dims) != 2
+            or not all(type(d) is int and d >= 1 for d in dims)
+        ):
             raise ValueError(f"K and V of {dtype!r} and {dims!r}")
 
         def held(name: str, kind: str, *shape: int | None) -> NDArray[Any]:
@@ -464,7 +472,7 @@ class Recording:
             out=held("out", "<f4", n_rows, n_heads, dims[1]),
             lse=held("lse", "<f4", n_rows, n_heads) if "lse" in names else None,
             states=held("states", "<f4", n_states, n_heads, 2 + dims[1]),
-            digests=held("digests", "|u1", n_pieces, 2, 32),
+            digests=held("digests", "|u1", n_pieces, 4 if FORMATS[dtype].has_scales else 2, 32),
             facts=_facts(entry["facts"]),
         )
 

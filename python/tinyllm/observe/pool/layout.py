@@ -171,6 +171,7 @@ def facts(snapshot: Snapshot) -> list[tuple[str, str]]:
     """The counters in words: subject and what is to say of it."""
     c = snapshot.counters
     used, stored = percent(c["blocks_used"] / c["blocks_total"]), percent(c["tokens"] / c["slots"])
+    lost = f"{plural(c['unrepresentable'], 'value')} that {snapshot.dtype} has nothing for"
     return [
         (
             "blocks",
@@ -193,6 +194,7 @@ def facts(snapshot: Snapshot) -> list[tuple[str, str]]:
             f"{plural(c['evictions'], 'eviction')}, "
             f"{plural(c['failed_allocations'], 'failed allocation')}",
         ),
+        *([("lost", lost)] if c["unrepresentable"] else []),
     ]
 
 
@@ -202,7 +204,7 @@ def title(snapshot: Snapshot) -> str:
     return (
         f"KV cache: {plural(s.num_blocks, 'block')} of {plural(s.block_size, 'token')} "
         f"and {human_bytes(s.block_bytes)}; {plural(s.n_layers, 'layer')}, "
-        f"{plural(s.n_kv_heads, 'KV head')}, head dim {s.d_head}"
+        f"{plural(s.n_kv_heads, 'KV head')}, head dim {s.d_head}, {s.dtype}"
     )
 
 

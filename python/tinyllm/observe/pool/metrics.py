@@ -19,6 +19,7 @@ _GAUGES: Final = (
     ("kv_blocks_saved", "blocks_saved", "More blocks that would be used if nothing were shared."),
     ("kv_blocks_cached", "blocks_cached", "Blocks kept for the prefix index, to be evicted."),
     ("kv_blocks_high_water", "blocks_high_water", "The most blocks that were used at once."),
+    ("kv_bytes", "bytes", "Bytes of K and V of all blocks, scales included."),
     ("kv_tokens", "tokens", "Positions stored in used blocks; a shared one counts once."),
     ("kv_tail_waste_tokens", "tail_waste", "Slots of used blocks that hold no token."),
     ("kv_sequences", "sequences", "Live sequences."),
@@ -29,11 +30,13 @@ _COUNTERS: Final = (
     ("kv_cow_total", "copies_on_write", "Blocks copied because another sequence held them."),
     ("kv_evictions_total", "evictions", "Cached blocks taken by allocations."),
     ("kv_alloc_failures_total", "failed_allocations", "Calls that found too few blocks."),
+    ("kv_unrepresentable_total", "unrepresentable", "Values that the dtype had nothing for."),
 )
 
 
 def prometheus(snapshot: Snapshot, labels: Mapping[str, str] | None = None) -> str:
-    """Metrics named ``tinyllm_kv_...``, each with its HELP and TYPE line and the same ``labels``.
+    """Metrics named ``tinyllm_kv_...``, each with its HELP and TYPE line and the same ``labels``;
+    the last one, ``tinyllm_kv_info``, has the label ``dtype`` besides.
 
     Raises: ValueError for a label name that is none; TypeError for a value that is no string.
     """
@@ -46,6 +49,8 @@ def prometheus(snapshot: Snapshot, labels: Mapping[str, str] | None = None) -> s
     ]
     for kind, metrics in (("gauge", _GAUGES), ("counter", _COUNTERS)):
         lines += [_metric(name, kind, text, told, c[key]) for name, key, text in metrics]
+    dtype = _label_text({**(labels or {}), "dtype": snapshot.dtype})
+    lines.append(_metric("kv_info", "gauge", "What K and V are stored as.", dtype, 1))
     return "".join(lines)
 
 

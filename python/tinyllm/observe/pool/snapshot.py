@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from tinyllm._check import INT32_MAX, INT64_MAX, UINT32_MAX
 from tinyllm._files import write_whole
+from tinyllm._kv_format import FORMATS
 from tinyllm.ffi.libtinyllm import KvBlock, Lib
 
 __all__ = ["SequenceState", "Snapshot"]
@@ -42,6 +43,7 @@ _SIZES: Final = {
     "block_bytes": INT64_MAX,
 }
 _COUNTS: Final = ("high_water", "copies_on_write", "evictions", "failed_allocations")
+_LATER_COUNTS: Final = ("unrepresentable",)  # which the first files of this version do not have
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +80,8 @@ class Snapshot:
     blocks: read-only rows of (id, hash, refs, fill), ids rising: every block that is not free, and
     every one that a table names. hash 0: not registered in the prefix index.
     high_water: the most blocks in use at once. copies_on_write: blocks copied before a write.
-    failed_allocations: calls that raised OutOfBlocks.
+    failed_allocations: calls that raised OutOfBlocks. unrepresentable: values appended that dtype,
+    what K and V are stored as, had nothing for.
 
     Equal snapshots show the same in every field.
 
@@ -98,6 +101,8 @@ class Snapshot:
     copies_on_write: int = 0
     evictions: int = 0
     failed_allocations: int = 0
+    dtype: str = "float16"
+    unrepresentable: int = 0
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -136,7 +141,9 @@ class Snapshot:
         layer.
         tail_waste: slots of blocks in use that hold no token. sequences: live ones.
         leaked: references that no sequence holds. dangling: holders without a reference.
+        bytes: of K and V of all blocks, scales included.
         copies_on_write, evictions, failed_allocations: how often, since the cache was made.
+        unrepresentable: values, since then.
         """
         refs, fill = self.blocks["refs"], self.blocks["fill"]
         used = refs > 0
@@ -150,6 +157,7 @@ class Snapshot:
             "blocks_shared": int((refs > 1).sum()),
             "blocks_saved": int(refs[used].sum(dtype=np.int64)) - n_used,
             "blocks_high_water": self.high_water,
+            "bytes": self.num_blocks * self.block_bytes,
             "slots": self.num_blocks * self.block_size,
             "tokens": tokens,
             "tail_waste": n_used * self.block_size - tokens,
@@ -159,6 +167,7 @@ class Snapshot:
             "copies_on_write": self.copies_on_write,
             "evictions": self.evictions,
             "failed_allocations": self.failed_allocations,
+            "unrepresentable": self.unrepresentable,
         }
 
     def __eq__(self, other: object) -> bool:
@@ -210,8 +219,8 @@ class Snapshot:
         return {
             "format": FORMAT,
             "version": VERSION,
-            "pool": self.sizes,
-            "counts": {name: getattr(self, name) for name in _COUNTS},
+            "pool": {**self.sizes, "dtype": self.dtype},
+            "counts": {name: getattr(self, name) for name in (*_COUNTS, *_LATER_COUNTS)},
             "blocks": {name: blocks[name].tolist() for name in ("id", "refs", "fill")},
             "hashes": {str(block["id"]): f"{block['hash']:016x}" for block in registered},
             "sequences": [
@@ -275,11 +284,15 @@ def _snapshot(document: Any) -> Snapshot:
     pool = _part(document, "the file", "pool", dict)
     sizes = {name: _integer(pool, "pool", name, 1, high) for name, high in _SIZES.items()}
     counts = _part(document, "the file", "counts", dict)
-    seen = {name: _integer(counts, "counts", name, 0, INT64_MAX) for name in _COUNTS}
+    named = (*_COUNTS, *(name for name in _LATER_COUNTS if name in counts))
+    seen = {name: _integer(counts, "counts", name, 0, INT64_MAX) for name in named}
+    dtype = _part({"dtype": "float16", **pool}, "pool", "dtype", str)
+    if dtype not in FORMATS:
+        raise ValueError(f"'dtype' of pool is {dtype!r:.40}, none of {', '.join(FORMATS)}")
     blocks = _blocks(document, sizes)
     told = _part(document, "the file", "sequences", list)
     sequences = tuple(_sequence(one, f"sequences[{i}]", sizes) for i, one in enumerate(told))
-    snapshot = Snapshot(**sizes, **seen, blocks=blocks, sequences=sequences)
+    snapshot = Snapshot(**sizes, **seen, dtype=dtype, blocks=blocks, sequences=sequences)
     for sequence, rows in zip(sequences, snapshot.rows, strict=True):
         listed = blocks["id"][rows[rows < len(blocks)]]
         if not np.array_equal(listed, sequence.held):
