@@ -39,8 +39,8 @@ def as_array(fn: str, name: str, value: Tensor) -> tuple[NDArray[Any], str]:
     if isinstance(value, np.ndarray):
         return _described(value)
     try:
-        if (name := _dtype_name(value)) in HELD_AS:
-            return _codes_of(value, HELD_AS[name]), name
+        if (own := _dtype_name(value)) in HELD_AS:
+            return _codes_of(value, HELD_AS[own]), own
         a = _converted(value)
     except (TypeError, ValueError, RuntimeError, BufferError) as error:
         raise TypeError(

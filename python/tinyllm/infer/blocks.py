@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,17 +38,28 @@ from tinyllm.kv_view import codes_of, scales_of
 NO_BLOCK = UINT32_MAX  # a table entry nobody reads
 
 
+class Rows(NamedTuple):
+    """K and V [n_kv_heads, T, d_head] of one of the types that the library takes. overflowed: how
+    many became infinite before, on the way to float32."""
+
+    k: NDArray[Any]
+    v: NDArray[Any]
+    form: KvFormat
+    overflowed: int
+
+
 class Blocks:
     """``n_blocks`` blocks of K and V in one format, and the counters that the pool does not keep.
 
     fresh: what a call took from the pool and no table names yet. Where the call does not end well,
     ``give_back`` returns it before the next one begins. high_water: the most blocks in use at once.
+    overflowed: values that became infinite where the pool could not see it.
     """
 
     def __init__(self, lib: Lib, handle: Handle, form: KvFormat) -> None:
         self.lib, self.handle, self.form = lib, handle, form
         self.fresh: NDArray[np.uint32] | None = None
-        self.high_water = 0
+        self.high_water = self.overflowed = 0
 
     def create(self, *sizes: int) -> None:
         """sizes: blocks, positions in one, layers, KV heads, elements of a row. Raises TlError."""
@@ -65,6 +76,7 @@ class Blocks:
         """The pool's counters. Called after every allocation, for the high-water mark."""
         stats = KvStats()
         self.lib.tl_kv_stats_get(self.handle.address, stats)
+        stats.unrepresentable += self.overflowed
         if stats.used > self.high_water:
             self.high_water = stats.used
         return stats
@@ -139,14 +151,16 @@ class Blocks:
     # --- K and V
     # ---------------------------------------------------------------------------------------------
 
-    def rows(self, fn: str, k: Tensor, v: Tensor) -> tuple[NDArray[Any], NDArray[Any], KvFormat]:
-        """K and V, checked in full, as ``write`` takes them: both of one of the types that the
-        library takes, and which that is."""
+    def rows(self, fn: str, k: Tensor, v: Tensor) -> Rows:
+        """K and V, checked in full, as ``write`` takes them."""
         (k, of_k), (v, of_v) = (as_array(fn, name, side) for name, side in (("k", k), ("v", v)))
-        given = of_k if of_k == of_v and of_k in ("float16", "bfloat16") else "float32"
-        if given == "float32":
+        given, overflowed = of_k, 0
+        if of_k != of_v or of_k not in ("float16", "bfloat16"):
             rounded = as_f32_for_f16 if self.form.name == "float16" else as_f32
+            wide, given = (k, v), "float32"
             k, v = rounded(fn, "k", k, of_k), rounded(fn, "v", v, of_v)
+            if not self.form.has_scales:  # of which an infinity is counted by itself
+                overflowed = _overflowed(wide[0], k) + _overflowed(wide[1], v)
         heads, n_tokens, width = with_axes(fn, "k", k, 3).shape
         if (heads, width) != self._slab[::2] or n_tokens < 1:
             raise ValueError(
@@ -155,18 +169,11 @@ class Blocks:
             )
         if with_axes(fn, "v", v, 3).shape != k.shape:
             raise ValueError(f"{fn}: v has shape {v.shape}, k {k.shape}")
-        return whole_rows(k), whole_rows(v), FORMATS[given]
+        return Rows(whole_rows(k), whole_rows(v), FORMATS[given], overflowed)
 
-    def write(
-        self,
-        layer: int,
-        table: NDArray[np.uint32],
-        begin: int,
-        k: NDArray[Any],
-        v: NDArray[Any],
-        given: KvFormat,
-    ) -> None:
-        """Stores what ``rows`` gave in one layer of a sequence, from position ``begin`` on."""
+    def write(self, layer: int, table: NDArray[np.uint32], begin: int, rows: Rows) -> None:
+        """Stores rows in one layer of a sequence, from position ``begin`` on."""
+        k, v = rows.k, rows.v
         n = k.shape[1]
         starts, length = np.array([0, n], np.int32), np.array([begin + n], np.int32)
         (k_head, k_token, _), (v_head, v_token, _) = (
@@ -174,7 +181,7 @@ class Blocks:
         )
         self.lib.tl_kv_append(
             self.handle.address, layer, u32_ptr(table), len(table), i32_ptr(starts),
-            i32_ptr(length), 1, k.ctypes.data, v.ctypes.data, given.tl_dtype, k_token, k_head,
+            i32_ptr(length), 1, k.ctypes.data, v.ctypes.data, rows.form.tl_dtype, k_token, k_head,
             v_token, v_head, None,
         )  # fmt: skip
 
@@ -249,6 +256,12 @@ class Blocks:
         self.stats()
         return self.fresh, sum(fills)
 
+    def other_format(self, envelope: NDArray[np.uint8]) -> str | None:
+        """The dtype that an envelope says it holds, where that is another one."""
+        version = int.from_bytes(envelope[4:6].tobytes(), "little")
+        names = [form.name for form in FORMATS.values() if form.tl_format == version]
+        return names[0] if names and names[0] != self.form.name else None
+
     def _fills(self, fn: str, envelope: NDArray[np.uint8]) -> list[int]:
         """The positions in each block of an envelope, which no one has checked yet."""
         n = int.from_bytes(envelope[8:12].tobytes(), "little")
@@ -263,6 +276,13 @@ class Blocks:
         if n == 0 or any(fill != self.block_size for fill in fills[:-1]):
             raise ValueError(f"{fn}: {n} blocks with {fills[:8]} ... positions are no sequence's")
         return fills
+
+
+def _overflowed(wide: NDArray[Any], single: NDArray[np.float32]) -> int:
+    """How many finite numbers became infinite on the way to float32."""
+    if wide.dtype.kind != "f" or wide.dtype.itemsize <= 4:
+        return 0
+    return int(np.count_nonzero(np.isinf(single)) - np.count_nonzero(np.isinf(wide)))
 
 
 def _in_order(

@@ -286,16 +286,15 @@ class PagedKVCache(NotCopied):
         are stored as said, and counted in ``stats()``.
         """
         layer = self._layer("append", layer)
-        k, v, given = self._blocks.rows("append", k, v)
+        rows = self._blocks.rows("append", k, v)
+        n = rows.k.shape[1]
         with self._handle.write(), self._handle.turn:
             self._settle()
             sequence = self._sequence("append", seq_id)
             begin = sequence.lengths[layer]
-            end = begin + k.shape[1]
+            end = begin + n
             if end > INT32_MAX:
-                raise ValueError(
-                    f"append: {begin} + {k.shape[1]} positions are more than {INT32_MAX}"
-                )
+                raise ValueError(f"append: {begin} + {n} positions are more than {INT32_MAX}")
 
             old, b = sequence.table, self.block_size
             first, last = begin // b, -(-end // b)  # the blocks that are written: table[first:last]
@@ -306,8 +305,12 @@ class PagedKVCache(NotCopied):
             for i, block in zip(copied, fresh, strict=False):
                 table[i] = block
                 self._blocks.copy(int(old[i]), int(block))
-            self._blocks.write(layer, table, begin, k, v, given)
-            self._blocks.commit(*self._grown(sequence, layer, end, table, copied))
+            self._blocks.write(layer, table, begin, rows)
+            overflowed = self._blocks.overflowed + rows.overflowed
+            self._blocks.commit(
+                partial(setattr, self._blocks, "overflowed", overflowed),
+                *self._grown(sequence, layer, end, table, copied),
+            )
             lost = 0 if self._warned else self._blocks.stats().unrepresentable
         if lost:
             self._warned = True
@@ -316,10 +319,8 @@ class PagedKVCache(NotCopied):
     def _lost(self, n: int) -> str:
         """What a warning says of ``n`` values."""
         form = self._blocks.form
-        return (
-            f"append: {plural(n, 'value')} in what was appended that {form.name} has nothing for "
-            f"({form.lost}); {form.advice}"
-        )
+        values = plural(n, "appended value")
+        return f"append: {form.name} has nothing for {values} ({form.lost}); {form.advice}"
 
     def _grown(
         self,
@@ -357,9 +358,9 @@ class PagedKVCache(NotCopied):
     # ---------------------------------------------------------------------------------------------
 
     def export_seq(self, seq_id: Hashable) -> bytearray:
-        """What a sequence holds, as bytes for ``import_seq`` of a cache of the same sizes,
-        anywhere: K and V of all layers with a checksum (the envelope of ``tl_kv_export``), a
-        function of what was stored.
+        """What a sequence holds, as bytes for ``import_seq`` of a cache of the same sizes and
+        dtype, anywhere: K and V of all layers, scales included, with a checksum (the envelope of
+        ``tl_kv_export``), a function of what was stored.
 
         Raises: ValueError where layers hold different numbers of positions or none, or where
         ``trim_front`` gave blocks back.
@@ -380,9 +381,10 @@ class PagedKVCache(NotCopied):
         other blocks.
 
         Any bytes are safe. The pool may have more or fewer blocks than the one they come from.
+
         Raises: TypeError for what holds no bytes; ValueError where ``seq_id`` is live, and for
-        bytes that are damaged, of a cache of other sizes, or of no sequence; OutOfBlocks. Then
-        nothing has changed.
+        bytes that are damaged, of a cache of other sizes or another dtype, or of no sequence;
+        OutOfBlocks. Then nothing has changed.
         """
         with self._handle.write(), self._handle.turn:
             self._settle()
@@ -392,7 +394,9 @@ class PagedKVCache(NotCopied):
                 table, length = self._blocks.load("import_seq", memory)
             except TlError as error:
                 if error.status in (TL_EFORMAT, TL_ESHAPE):
-                    raise ValueError(f"import_seq: {error.reason}") from error
+                    other = self._blocks.other_format(memory) if "version" in error.reason else None
+                    told = f"; it is {other}, and the cache {self.dtype}" if other else ""
+                    raise ValueError(f"import_seq: {error.reason}{told}") from error
                 if error.status != TL_EFULL:
                     raise
                 self._failures += 1

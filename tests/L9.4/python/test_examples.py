@@ -141,7 +141,7 @@ EXPECTED: dict[str, Callable[[str], None]] = {
     "11_first_decode.py": lines(
         "a: 6 positions in blocks [0, 1], mean 3.5000",
         f"b: 7 positions in blocks [0, 2], mean {(21 + 27) / 7:.4f}",
-        "blocks: {'free': 5, 'used': 3, 'cached': 0, 'evictions': 0}",
+        "blocks: {'free': 5, 'used': 3, 'cached': 0, 'evictions': 0, 'unrepresentable': 0}",
     ),
     "12_chunked_prefill.py": one_digest_for_the_prompt,
     "13_your_arrays.py": near_float64,
@@ -149,8 +149,8 @@ EXPECTED: dict[str, Callable[[str], None]] = {
     "15_prefix_cache.py": lines(
         "0 tokens were there, 9 computed: blocks [0, 1, 2]",
         "8 tokens were there, 2 computed: blocks [0, 1, 3]",
-        "both live:     {'free': 4, 'used': 4, 'cached': 0, 'evictions': 0}",
-        "both finished: {'free': 6, 'used': 0, 'cached': 2, 'evictions': 0}",
+        "both live:     {'free': 4, 'used': 4, 'cached': 0, 'evictions': 0, 'unrepresentable': 0}",
+        "both finished: {'free': 6, 'used': 0, 'cached': 2, 'evictions': 0, 'unrepresentable': 0}",
         "4 tokens were there, 3 computed: blocks [0, 3]",
     ),
 }

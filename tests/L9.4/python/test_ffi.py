@@ -19,6 +19,7 @@ from ctypes import (
     c_char_p,
     c_float,
     c_int,
+    c_int8,
     c_int32,
     c_int64,
     c_size_t,
@@ -53,7 +54,7 @@ from tinyllm.ffi.libtinyllm import (
 SCALARS = {
     "float": c_float, "int": c_int, "size_t": c_size_t, "int32_t": c_int32, "int64_t": c_int64,
     "uint8_t": c_uint8, "uint16_t": c_uint16, "uint32_t": c_uint32, "uint64_t": c_uint64,
-    "tl_status": c_int32, "tl_dtype": c_int32,
+    "int8_t": c_int8, "tl_status": c_int32, "tl_dtype": c_int32,
 }  # fmt: skip
 
 
@@ -164,7 +165,9 @@ def test_constants_are_those_of_the_headers(root: Path) -> None:
             continue
         (value,) = re.findall(rf"#define {name} (.+)", text)
         literal = re.sub(r"\(size_t\)|(?<=\d)u\b", "", value).strip()
-        expected = literal.strip('"').encode() if literal.startswith('"') else eval(literal)
+        expected = (
+            literal.strip('"').encode() if literal.startswith('"') else eval(literal, vars(ffi))
+        )
         assert getattr(ffi, name) == expected, name
     assert re.findall(r"#define TL_ABI_VERSION (\d+)", text) == [str(ffi.ABI_VERSION)]
 
@@ -219,7 +222,7 @@ def test_struct_sizes_are_the_documented_ones() -> None:
     sizes = {c: ctypes.sizeof(struct) for c, struct in ffi.STRUCTS.items()}
     assert sizes == {
         "tl_allocator": 24, "tl_arena_mark": 16, "tl_arena_stats": 32, "tl_kv_cfg": 28,
-        "tl_kv_stats": 16, "tl_kv_block": 16, "tl_kv_view": 184, "tl_trace_event": 72,
+        "tl_kv_stats": 24, "tl_kv_block": 16, "tl_kv_view": 184, "tl_trace_event": 72,
         "tl_trace": 24, "tl_paged_attn_args": 200, "tl_attn_part": 32,
     }  # fmt: skip
 

@@ -97,19 +97,22 @@ EXPECTED = {
     "tinyllm_kv_cow_total": ("counter", 1),
     "tinyllm_kv_evictions_total": ("counter", 2),
     "tinyllm_kv_alloc_failures_total": ("counter", 1),
+    "tinyllm_kv_unrepresentable_total": ("counter", 0),
 }
 
 
 def test_every_metric_has_its_type_and_the_value_of_its_counter(cache: PagedKVCache) -> None:
     families = parsed(cache.metrics())
+    assert families.pop("tinyllm_kv_info")[::2] == ("gauge", {(("dtype", "float16"),): 1})
     found = {name: (kind, samples[()]) for name, (kind, _, samples) in families.items()}
     assert found == EXPECTED
 
 
 def test_labels_are_on_every_sample_and_escaped(cache: PagedKVCache) -> None:
     labels = {"model": 'a "quoted" \\ name\nof two lines', "pool_0": "", "_x": "ü"}
-    for kind, told, samples in parsed(cache.metrics(**labels)).values():
-        assert list(samples) == [tuple(labels.items())], (kind, told)
+    for name, (kind, told, samples) in parsed(cache.metrics(**labels)).items():
+        more = {"dtype": "float16"} if name == "tinyllm_kv_info" else {}
+        assert list(samples) == [tuple({**labels, **more}.items())], (kind, told)
 
 
 @pytest.mark.parametrize("name", ["", "0a", "a-b", "a b", "__name__", "ä", 'a="1",b'])

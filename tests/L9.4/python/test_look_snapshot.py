@@ -180,6 +180,7 @@ def test_counters_equal_an_account_of_every_block(
         "blocks_shared": sum(n > 1 for n in held.values()),
         "blocks_saved": sum(n - 1 for n in held.values()),
         "blocks_high_water": account.high_water,
+        "bytes": BLOCKS * LAYERS * 2 * B * 1 * 2 * 2,
         "slots": BLOCKS * B,
         "tokens": tokens,
         "tail_waste": len(held) * B - tokens,
@@ -189,6 +190,7 @@ def test_counters_equal_an_account_of_every_block(
         "copies_on_write": account.copies,
         "evictions": 0,
         "failed_allocations": account.failures,
+        "unrepresentable": 0,
     }
     assert [s.name for s in seen.sequences] == [repr(seq) for seq in account.tables]
     for sequence, table, lengths in zip(
