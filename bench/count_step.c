@@ -24,6 +24,9 @@
 
 enum { PAST = 32, ROWS = 32 };
 
+#define INT8 TL_I8, TL_KV_FORMAT_I8
+#define E4M3 TL_F8_E4M3, TL_KV_FORMAT_E4M3
+
 static const struct step {
     const char *name;
     struct shape s;
@@ -34,6 +37,10 @@ static const struct step {
     {"decode-4/1-D128-ctx1024", {1, 1024, 4, 1, 128, 16, 0}, false, false},
     {"decode-3/1-D64-ctx1024", {1, 1024, 3, 1, 64, 16, 0}, false, false},
     {"decode-1/1-D128-ctx1024", {1, 1024, 1, 1, 128, 16, 0}, false, false},
+    {"decode-4/1-D128-ctx1024-int8", {1, 1024, 4, 1, 128, 16, 0, INT8}, false, false},
+    {"decode-1/1-D128-ctx1024-int8", {1, 1024, 1, 1, 128, 16, 0, INT8}, false, false},
+    {"decode-4/1-D128-ctx1024-e4m3", {1, 1024, 4, 1, 128, 16, 0, E4M3}, false, false},
+    {"decode-1/1-D128-ctx1024-e4m3", {1, 1024, 1, 1, 128, 16, 0, E4M3}, false, false},
     {"prefill-4/1-D128-rows32-past32", {1, PAST + ROWS, 4, 1, 128, 16, 0}, true, false},
     {"decode-4/1-D128-ctx16", {1, 16, 4, 1, 128, 16, 0}, false, true},
 };

@@ -23,6 +23,8 @@
 
 struct shape {
     int64_t B, ctx, H, Hkv, D, b, window;
+    int32_t dtype;   /* of K and V, and its format; 0: f16 */
+    uint32_t format;
 };
 
 struct workload {
@@ -75,6 +77,24 @@ static inline void fill_pool(struct workload *w, uint32_t n_blocks)
         memcpy(data + at, noise + k % (65536 - 2048), total - at < 4096 ? total - at : 4096);
 }
 
+/* Any other format than f16: the sequences' positions, appended. */
+static inline void append_noise(struct workload *w)
+{
+    const int64_t n = w->s.Hkv * w->s.ctx * w->s.D;
+    float *noise = must(malloc((size_t)n * sizeof *noise));
+    for (int64_t i = 0; i < n; i++)
+        noise[i] = bench_normal();
+    for (uint32_t layer = 0; layer < w->n_layers; layer++)
+        for (int64_t seq = 0; seq < w->s.B; seq++)
+            if (tl_kv_append_f32(w->kv, layer, w->tables + seq * w->max_blocks, w->max_blocks, 0,
+                                 w->ctx_lens[seq], noise, noise, w->s.ctx * w->s.D,
+                                 w->s.D) != TL_OK) {
+                fprintf(stderr, "bench: %s\n", tl_last_error());
+                exit(2);
+            }
+    free(noise);
+}
+
 /* The bytes of K and V that a step reads, and what it multiplies and adds. */
 static inline void count_work(struct workload *w)
 {
@@ -101,7 +121,8 @@ static inline void set_up(struct workload *w, struct shape s, const int32_t *len
     const uint32_t n_blocks =
         (uint32_t)(s.B * (s.window > 0 && in_window < w->max_blocks ? in_window : w->max_blocks));
     const tl_kv_cfg cfg = {n_blocks,      (uint32_t)s.b, w->n_layers,    (uint32_t)s.Hkv,
-                           (uint32_t)s.D, TL_F16,        TL_KV_FORMAT_V1};
+                           (uint32_t)s.D, s.dtype ? s.dtype : TL_F16,
+                           s.dtype ? s.format : TL_KV_FORMAT_F16};
     if (tl_kv_pool_create(&cfg, &w->kv) != TL_OK) {
         fprintf(stderr, "bench: %s\n", tl_last_error());
         exit(2);
@@ -109,7 +130,10 @@ static inline void set_up(struct workload *w, struct shape s, const int32_t *len
     w->n_tables = (uint32_t)(s.B * w->max_blocks);
     w->tables = must(malloc(w->n_tables * sizeof *w->tables));
     fill_tables(w, n_blocks);
-    fill_pool(w, n_blocks);
+    if (s.dtype)
+        append_noise(w);
+    else
+        fill_pool(w, n_blocks);
     w->q = must(aligned_alloc(64, ((size_t)(s.B * s.H * s.D) * sizeof *w->q + 63) / 64 * 64));
     w->out = must(aligned_alloc(64, ((size_t)(s.B * s.H * s.D) * sizeof *w->out + 63) / 64 * 64));
     for (int64_t i = 0; i < s.B * s.H * s.D; i++)

@@ -384,6 +384,7 @@ void TL_ISA_FN(attn_rows)(struct attn_job *job)
 {
     work_t *work = job->work;
     line_up_queries(job);
+    lay_out_wide(job);
     find_path(job);
     if (job->part == ATTN_GO_ON)
         take_rows(job);

@@ -89,11 +89,11 @@ V16_INLINE void find_slots(job_t *job, int64_t lo, int64_t hi, struct tile_rows 
         const char *k = kv_row(&kv->k, work->ahead.path.k, block, work->ahead.slot);
         const char *v = kv_row(&kv->v, work->ahead.path.v, block, work->ahead.slot);
         if (n == 16)
-            for (int i = 0; i < 16; i++)
-                rows->key[i] = k + i * k_step, rows->value[i] = v + i * v_step;
+            for (int i = 0; i < 16; i++, k += k_step, v += v_step)
+                rows->key[i] = k, rows->value[i] = v;
         else
-            for (int64_t i = 0; i < n; i++)
-                rows->key[lo + i] = k + i * k_step, rows->value[lo + i] = v + i * v_step;
+            for (int64_t i = lo; i < lo + n; i++, k += k_step, v += v_step)
+                rows->key[i] = k, rows->value[i] = v;
         if (has_scales(job))
             find_scales(job, block, lo, n, scales);
         lo += n;

@@ -12,8 +12,9 @@
  *   v16_load_e4m3[_n]                  from e4m3, as 2^-8 of it: its fields moved into those of
  *                                      f16, whose bias is greater by 8 (NaN quiet)
  *   v16_e4m3_to_f16(p, h)              the same as f16: sixteen of p into h
- *   line_has_nan(p)                    whether any of the 64 codes of e4m3 at p is NaN
- *   line_to_f16(p, h)                  v16_e4m3_to_f16 of them, where none is
+ *   line_to_f16(p, h, top)             v16_e4m3_to_f16 of the 64 codes at p, where none is NaN,
+ *                                      and the magnitudes that `top`, from zero on, has seen
+ *   codes_have_nan(top)                whether any of them was
  *   v16_add, v16_sub, v16_mul, v16_div one rounding each
  *   v16_with_sign(x, s)                |x| with the sign of s
  *   v16_fma(a, b, c)                   a*b + c with one rounding;  f32_fma: the same for one float

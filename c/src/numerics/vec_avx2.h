@@ -142,18 +142,18 @@ V16_INLINE void v16_e4m3_to_f16(const uint8_t *p, uint16_t *h)
                                           _mm_loadu_si128((const __m128i *)p))));
 }
 
-V16_INLINE bool line_has_nan(const uint8_t *p)
+typedef __m256i codes_top;
+
+V16_INLINE bool codes_have_nan(codes_top top)
 {
-    const __m256i nan = _mm256_set1_epi8(0x7F);
-    const __m256i lo = _mm256_loadu_si256((const __m256i *)p),
-                  hi = _mm256_loadu_si256((const __m256i *)(p + 32));
-    return _mm256_movemask_epi8(
-        _mm256_or_si256(_mm256_cmpeq_epi8(_mm256_and_si256(lo, nan), nan),
-                        _mm256_cmpeq_epi8(_mm256_and_si256(hi, nan), nan)));
+    return _mm256_movemask_epi8(_mm256_cmpeq_epi8(top, _mm256_set1_epi8(0x7F))) != 0;
 }
 
-V16_INLINE void line_to_f16(const uint8_t *p, uint16_t *h)
+V16_INLINE void line_to_f16(const uint8_t *p, uint16_t *h, codes_top *top)
 {
+    for (int i = 0; i < 64; i += 32)
+        *top = _mm256_max_epu8(*top, _mm256_and_si256(_mm256_loadu_si256((const __m256i *)(p + i)),
+                                                      _mm256_set1_epi8(0x7F)));
     for (int i = 0; i < 64; i += 16) {
         const __m256i code = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(p + i)));
         _mm256_storeu_si256((__m256i *)(h + i), _mm256_and_si256(_mm256_slli_epi16(code, 7),

@@ -105,14 +105,16 @@ V16_INLINE void v16_e4m3_to_f16(const uint8_t *p, uint16_t *h)
     _mm256_storeu_si256((__m256i *)h, e4m3_halves(_mm_loadu_si128((const __m128i *)p)));
 }
 
-V16_INLINE bool line_has_nan(const uint8_t *p)
+typedef __m512i codes_top;
+
+V16_INLINE bool codes_have_nan(codes_top top)
 {
-    const __m512i nan = _mm512_set1_epi8(0x7F);
-    return _mm512_cmpeq_epi8_mask(_mm512_and_si512(_mm512_loadu_si512(p), nan), nan) != 0;
+    return _mm512_cmpeq_epi8_mask(top, _mm512_set1_epi8(0x7F)) != 0;
 }
 
-V16_INLINE void line_to_f16(const uint8_t *p, uint16_t *h)
+V16_INLINE void line_to_f16(const uint8_t *p, uint16_t *h, codes_top *top)
 {
+    *top = _mm512_max_epu8(*top, _mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi8(0x7F)));
     for (int i = 0; i < 64; i += 32) {
         const __m512i code = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)(p + i)));
         _mm512_storeu_si512(h + i, _mm512_and_si512(_mm512_slli_epi16(code, 7),

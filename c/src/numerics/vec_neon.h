@@ -128,17 +128,17 @@ V16_INLINE void v16_e4m3_to_f16(const uint8_t *p, uint16_t *h)
         vst1q_u16(h + 8 * i, e4m3_halves(vmovl_s8(vld1_s8((const int8_t *)p + 8 * i))));
 }
 
-V16_INLINE bool line_has_nan(const uint8_t *p)
+typedef uint8x16_t codes_top;
+
+V16_INLINE bool codes_have_nan(codes_top top)
 {
-    const uint8x16_t m = vdupq_n_u8(0x7F);
-    uint8x16_t nan = vdupq_n_u8(0);
-    for (int i = 0; i < 64; i += 16)
-        nan = vorrq_u8(nan, vceqq_u8(vandq_u8(vld1q_u8(p + i), m), m));
-    return vmaxvq_u8(nan) != 0;
+    return vmaxvq_u8(top) == 0x7F;
 }
 
-V16_INLINE void line_to_f16(const uint8_t *p, uint16_t *h)
+V16_INLINE void line_to_f16(const uint8_t *p, uint16_t *h, codes_top *top)
 {
+    for (int i = 0; i < 64; i += 16)
+        *top = vmaxq_u8(*top, vandq_u8(vld1q_u8(p + i), vdupq_n_u8(0x7F)));
     for (int i = 0; i < 64; i += 8)
         vst1q_u16(h + i, vandq_u16(vreinterpretq_u16_s16(vshlq_n_s16(
                                        vmovl_s8(vld1_s8((const int8_t *)p + i)), 7)),

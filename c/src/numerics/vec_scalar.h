@@ -127,18 +127,22 @@ V16_INLINE void v16_e4m3_to_f16(const uint8_t *p, uint16_t *h)
         h[i] = e4m3_half(p[i]);
 }
 
-V16_INLINE bool line_has_nan(const uint8_t *p)
+typedef struct {
+    uint8_t highest;
+} codes_top;
+
+V16_INLINE bool codes_have_nan(codes_top top)
 {
-    bool has = false;
-    for (int i = 0; i < 64; i++)
-        has |= (p[i] & 0x7F) == 0x7F;
-    return has;
+    return top.highest == 0x7F;
 }
 
-V16_INLINE void line_to_f16(const uint8_t *p, uint16_t *h)
+V16_INLINE void line_to_f16(const uint8_t *p, uint16_t *h, codes_top *top)
 {
-    for (int i = 0; i < 64; i++)
+    for (int i = 0; i < 64; i++) {
+        const uint8_t m = p[i] & 0x7F;
+        top->highest = top->highest > m ? top->highest : m;
         h[i] = e4m3_half(p[i]);
+    }
 }
 
 V16_INLINE v16 v16_load_e4m3_n(const uint8_t *p, int64_t n)
