@@ -1,11 +1,9 @@
 /* SPDX-License-Identifier: MIT */
 /* kv_append.c: new K and V of some sequences put into the blocks that their tables name.
  *
- * Words. run: the tokens of one sequence, which are positions of it that follow each other. entry:
- * an index into a block table. written entries: those that positions of a run fall into; no other
- * is looked at. */
+ * Words. run: the tokens of one sequence, which are positions of it that follow each other. written
+ * entries: those of a block table that positions of a run fall into; no other is looked at. */
 #include <inttypes.h>
-#include <stdatomic.h>
 #include <stdio.h>
 
 #include "kernels/attn_plan.h"
@@ -17,8 +15,14 @@
 #include "runtime/pool_run.h"
 
 struct run {
-    const uint32_t *table;
-    int64_t pos, token, n; /* its first position; its first token, of all the batch's */
+    const uint32_t *table, *entry; /* entry: where the first of its tokens goes */
+    int64_t slot, token, n;        /* that one's slot, and its number in the batch */
+};
+
+struct batch {
+    const uint32_t *block_tables;
+    int64_t table_stride;
+    const int32_t *cu_seqlens, *ctx_lens;
 };
 
 struct append {
@@ -27,61 +31,75 @@ struct append {
     uint32_t layer;
     struct kv_store store;
     struct kv_tensor k, v;
-    tl_pool *tp;
-    int64_t total; /* tokens */
-
-    /* The batch, or the one run there is. */
-    int64_t B;
-    const uint32_t *block_tables;
-    int64_t table_stride;
-    const int32_t *cu_seqlens, *ctx_lens;
-    const struct run *only;
-
+    int64_t total, B; /* tokens, and sequences */
+    const struct batch *batch;
+    const struct run *only;           /* the one run there is, instead of a batch */
     _Atomic uint64_t unrepresentable; /* values found while writing */
 };
 
-static int64_t first_token(const struct append *a, int64_t seq)
+static int64_t first_token(const struct batch *batch, int64_t seq)
 {
-    return a->cu_seqlens ? a->cu_seqlens[seq] : seq;
+    return batch->cu_seqlens ? batch->cu_seqlens[seq] : seq;
 }
 
-static struct run run_of(const struct append *a, int64_t seq)
+static struct run run_at(const tl_kv_pool *kv, const uint32_t *table, int64_t pos, int64_t token,
+                         int64_t n)
+{
+    const int64_t b = kv->cfg.block_tokens, entry = pos / b;
+    return (struct run){table, table + entry, pos - entry * b, token, n};
+}
+
+/* In place, or in `room`. */
+static const struct run *run_of(const struct append *a, int64_t seq, struct run *room)
 {
     if (a->only)
-        return *a->only;
-    const int64_t token = first_token(a, seq), n = first_token(a, seq + 1) - token;
-    return (struct run){a->block_tables + seq * a->table_stride, a->ctx_lens[seq] - n, token, n};
+        return a->only;
+    const struct batch *batch = a->batch;
+    const int64_t token = first_token(batch, seq), n = first_token(batch, seq + 1) - token;
+    *room = run_at(a->kv, batch->block_tables + seq * batch->table_stride,
+                   batch->ctx_lens[seq] - n, token, n);
+    return room;
+}
+
+/* Where the entries written to end; run.n > 0. */
+static const uint32_t *last_entry(const struct append *a, const struct run *run)
+{
+    const int64_t b = a->kv->cfg.block_tokens;
+    return run->n <= b - run->slot ? run->entry : run->entry + (run->slot + run->n - 1) / b;
 }
 
 /* ---- the batch ---- */
 
 static tl_status check_arrays(const struct append *a)
 {
+    const struct batch *batch = a->batch;
+    if (batch->table_stride < 1)
+        return tl_fail_i64(TL_EINVAL, a->fn, "table_stride = %lld is below 1",
+                           batch->table_stride);
+    if (!tl_fits_memory(sizeof(uint32_t), 2, (int64_t[]){a->B, batch->table_stride}))
+        return tl_fail_i64(TL_EINVAL, a->fn, "B = %lld tables of %lld do not fit in memory", a->B,
+                           batch->table_stride);
     const struct span span[] = {
-        tl_span("ctx_lens", a->ctx_lens, sizeof *a->ctx_lens, a->B),
-        tl_span("cu_seqlens", a->cu_seqlens, sizeof *a->cu_seqlens, a->B + 1),
-        tl_span("block_tables", a->block_tables, sizeof *a->block_tables,
-                a->B * a->table_stride)};
+        tl_span("ctx_lens", batch->ctx_lens, sizeof(int32_t), a->B),
+        tl_span("cu_seqlens", batch->cu_seqlens, sizeof(int32_t), a->B + 1),
+        tl_span("block_tables", batch->block_tables, sizeof(uint32_t),
+                a->B * batch->table_stride)};
     return tl_check_addresses(a->fn, span, 3);
 }
 
 static tl_status check_batch(const struct append *a)
 {
+    const struct batch *batch = a->batch;
     if (!a->kv)
         return tl_fail(TL_EINVAL, a->fn, "the pool is NULL");
     if (a->B < 0)
         return tl_fail_i64(TL_EINVAL, a->fn, "B = %lld is negative", a->B);
-    if (a->B > 0 && (!a->block_tables || !a->ctx_lens))
+    if (a->B > 0 && (!batch->block_tables || !batch->ctx_lens))
         return tl_fail(TL_EINVAL, a->fn, "%s is NULL with B = %" PRId64,
-                       !a->block_tables ? "block_tables" : "ctx_lens", a->B);
+                       !batch->block_tables ? "block_tables" : "ctx_lens", a->B);
     if (a->layer >= a->kv->cfg.n_layers)
         return tl_fail(TL_EINVAL, a->fn, "layer %u is out of range: the pool has %u", a->layer,
                        a->kv->cfg.n_layers);
-    if (a->table_stride < 1)
-        return tl_fail_i64(TL_EINVAL, a->fn, "table_stride = %lld is below 1", a->table_stride);
-    if (!tl_fits_memory(sizeof(uint32_t), 2, (int64_t[]){a->B, a->table_stride}))
-        return tl_fail_i64(TL_EINVAL, a->fn, "B = %lld tables of %lld do not fit in memory", a->B,
-                           a->table_stride);
     TL_TRY(check_arrays(a));
     if (!kv_is_source(a->store.from))
         return tl_fail(TL_EUNSUPPORTED, a->fn, "dtype = %d is none of TL_F32, TL_F16, TL_BF16",
@@ -91,7 +109,7 @@ static tl_status check_batch(const struct append *a)
 
 static tl_status check_cu_seqlens(const struct append *a)
 {
-    const int32_t *cu = a->cu_seqlens;
+    const int32_t *cu = a->batch->cu_seqlens;
     if (cu && cu[0] != 0)
         return tl_fail_i64(TL_EINVAL, a->fn, "cu_seqlens[0] = %lld is not 0", cu[0]);
     for (int64_t seq = 0; cu && seq < a->B; seq++)
@@ -103,18 +121,20 @@ static tl_status check_cu_seqlens(const struct append *a)
 
 static tl_status check_sequences(const struct append *a)
 {
+    const struct batch *batch = a->batch;
     const int64_t b = a->kv->cfg.block_tokens;
-    for (int64_t seq = 0; !a->only && seq < a->B; seq++) {
-        const int64_t n = first_token(a, seq + 1) - first_token(a, seq), end = a->ctx_lens[seq];
+    for (int64_t seq = 0; batch && seq < a->B; seq++) {
+        const int64_t n = first_token(batch, seq + 1) - first_token(batch, seq),
+                      end = batch->ctx_lens[seq];
         if (end < n)
             return tl_fail_i64(TL_EINVAL, a->fn,
                                "sequence %lld: ctx_len = %lld is below its %lld tokens", seq, end,
                                n);
-        if (n > 0 && (end - 1) / b >= a->table_stride)
+        if (n > 0 && (end - 1) / b >= batch->table_stride)
             return tl_fail_i64(TL_EINVAL, a->fn,
                                "sequence %lld: ctx_len = %lld needs %lld blocks of %lld, "
                                "table_stride = %lld",
-                               seq, end, (end - 1) / b + 1, b, a->table_stride);
+                               seq, end, (end - 1) / b + 1, b, batch->table_stride);
     }
     return TL_OK;
 }
@@ -140,13 +160,13 @@ static struct findings note_entries(struct append *a)
     tl_kv_pool *kv = a->kv;
     struct findings found = {.n = 0};
     for (int64_t seq = a->B - 1; seq >= 0; seq--) {
-        const struct run run = run_of(a, seq);
-        if (run.n == 0)
+        struct run room;
+        const struct run *run = run_of(a, seq, &room);
+        if (run->n == 0)
             continue;
-        const struct kv_entries written = kv_entries_of(kv, run.pos, run.n);
-        for (int64_t entry = written.last; entry >= written.first; entry--) {
-            const uint32_t id = run.table[entry];
-            const struct place here = {seq, entry, ++found.n};
+        for (const uint32_t *entry = last_entry(a, run); entry >= run->entry; entry--) {
+            const uint32_t id = *entry;
+            const struct place here = {seq, entry - run->table, ++found.n};
             if (id >= kv->cfg.n_blocks || kv_refs(kv, id) == 0) {
                 found.bad = here;
                 continue;
@@ -165,14 +185,15 @@ static struct place find_twin(const struct append *a, const struct findings *fou
 {
     uint64_t ordinal = found->n;
     for (int64_t seq = 0; ordinal > found->bad.ordinal; seq++) {
-        const struct run run = run_of(a, seq);
-        if (run.n == 0)
+        struct run room;
+        const struct run *run = run_of(a, seq, &room);
+        if (run->n == 0)
             continue;
-        const struct kv_entries written = kv_entries_of(a->kv, run.pos, run.n);
-        for (int64_t entry = written.first;
-             entry <= written.last && ordinal > found->bad.ordinal; entry++, ordinal--)
-            if (a->kv->block[run.table[entry]].prev != (uint32_t)ordinal)
-                return (struct place){seq, entry, ordinal};
+        const uint32_t *last = last_entry(a, run);
+        for (const uint32_t *entry = run->entry; entry <= last && ordinal > found->bad.ordinal;
+             entry++, ordinal--)
+            if (a->kv->block[*entry].prev != (uint32_t)ordinal)
+                return (struct place){seq, entry - run->table, ordinal};
     }
     return (struct place){.ordinal = 0};
 }
@@ -181,13 +202,14 @@ static struct place find_twin(const struct append *a, const struct findings *fou
 static struct place find_block(const struct append *a, uint32_t id)
 {
     for (int64_t seq = 0;; seq++) {
-        const struct run run = run_of(a, seq);
-        if (run.n == 0)
+        struct run room;
+        const struct run *run = run_of(a, seq, &room);
+        if (run->n == 0)
             continue;
-        const struct kv_entries written = kv_entries_of(a->kv, run.pos, run.n);
-        for (int64_t entry = written.first; entry <= written.last; entry++)
-            if (run.table[entry] == id)
-                return (struct place){.seq = seq, .entry = entry};
+        const uint32_t *last = last_entry(a, run);
+        for (const uint32_t *entry = run->entry; entry <= last; entry++)
+            if (*entry == id)
+                return (struct place){.seq = seq, .entry = entry - run->table};
     }
 }
 
@@ -209,7 +231,8 @@ static tl_status fail_at(const struct append *a, const struct findings *found, s
     const struct place at = twin.ordinal        ? twin
                             : found->bad.ordinal ? found->bad
                                                  : found->busy;
-    const uint32_t id = run_of(a, at.seq).table[at.entry];
+    struct run room;
+    const uint32_t id = run_of(a, at.seq, &room)->table[at.entry];
     name_place(a, at, name);
     if (twin.ordinal)
         return tl_fail(TL_EINVAL, a->fn, "%s and %s are both block %u",
@@ -237,130 +260,151 @@ static tl_status check_entries(struct append *a)
 
 /* ---- writing ---- */
 
-/* Some positions of one block, n from `slot` on, and the first token for them. */
-struct piece {
-    uint32_t id;
-    int64_t slot, n, token;
-};
-
-/* One head of a piece into its strip. Returns how many values were lost. */
-static int64_t write_head(const struct append *a, const struct kv_tensor *from, int64_t head,
-                          const struct piece *piece, unsigned char *strip)
+static const char *row_of(const struct kv_tensor *from, int64_t head, int64_t token)
 {
-    const struct kv_sizes *size = &a->kv->size;
-    const int64_t D = a->kv->cfg.head_dim, token_bytes = from->token_stride * from->elem;
-    const char *x = (const char *)from->x + head * from->head_stride * from->elem +
-                    piece->token * token_bytes;
-    unsigned char *y = strip + (size_t)piece->slot * size->row;
-    float *scale = kv_strip_scales(a->kv, strip) + piece->slot;
-    int64_t lost = 0;
-    if (size->scale)
-        for (int64_t i = 0; i < piece->n; i++, x += token_bytes, y += size->row) {
-            tl_kv_store_scaled(&a->store, x, y, &scale[i], D);
-            if (scale[i] != scale[i])
-                lost += tl_kv_unrepresentable(&a->store, x, D);
-        }
-    else {
-        const bool is_gapless = from->token_stride == D;
-        const int64_t rows = is_gapless ? 1 : piece->n, width = is_gapless ? piece->n * D : D;
-        for (int64_t i = 0; i < rows; i++, x += token_bytes, y += size->row) {
-            tl_kv_store(&a->store, x, y, width);
-            lost += tl_kv_unrepresentable(&a->store, x, width);
-        }
-    }
-    return lost;
+    return (const char *)from->x +
+           (head * from->head_stride + token * from->token_stride) * from->elem;
 }
 
-/* One tensor of a run, in the order in which the source lies in memory: one head's tokens after
+/* Of one tensor n tokens of one head, in slots of one block from `slot` on. */
+static void write_head(const struct append *a, const struct kv_tensor *from, int64_t head,
+                       int64_t token, int64_t n, char *slab, int64_t slot, bool *lost)
+{
+    const struct kv_sizes *size = &a->kv->size;
+    char *strip = slab + (size_t)head * size->strip;
+    const struct kv_rows rows = {.x = row_of(from, head, token),
+                                 .y = strip + (size_t)slot * size->row,
+                                 .scale = size->scale ? kv_strip_scales(a->kv, strip) + slot : NULL,
+                                 .n = n,
+                                 .dim = a->kv->cfg.head_dim,
+                                 .x_step = from->token_stride * from->elem,
+                                 .y_step = (int64_t)size->row,
+                                 .scale_step = 1};
+    tl_kv_store_rows(&a->store, &rows, lost);
+}
+
+/* All heads of one token. */
+static void write_token(const struct append *a, const struct kv_tensor *from, int64_t token,
+                        char *slab, int64_t slot, bool *lost)
+{
+    const struct kv_sizes *size = &a->kv->size;
+    const struct kv_rows rows = {.x = row_of(from, 0, token),
+                                 .y = slab + (size_t)slot * size->row,
+                                 .scale = size->scale ? kv_strip_scales(a->kv, slab) + slot : NULL,
+                                 .n = a->kv->cfg.n_kv_heads,
+                                 .dim = a->kv->cfg.head_dim,
+                                 .x_step = from->head_stride * from->elem,
+                                 .y_step = (int64_t)size->strip,
+                                 .scale_step = (int64_t)(size->strip / sizeof(float))};
+    tl_kv_store_rows(&a->store, &rows, lost);
+}
+
+/* A run, one tensor, in the order in which the source lies in memory: one head's tokens after
  * another's, or one token's heads. */
-static int64_t write_tensor(const struct append *a, const struct kv_tensor *from, bool is_v,
-                            const struct run *run)
+static void write_tensor(const struct append *a, const struct kv_tensor *from, bool is_v,
+                         const struct run *run, bool *lost)
 {
     const tl_kv_pool *kv = a->kv;
     const int64_t b = kv->cfg.block_tokens, heads = kv->cfg.n_kv_heads;
     const bool by_token = run->n == 1 || from->head_stride < from->token_stride;
-    const struct kv_entries written = kv_entries_of(kv, run->pos, run->n);
-    int64_t lost = 0;
     for (int64_t head = 0; head < heads; head += by_token ? heads : 1) {
-        struct piece piece = {.slot = written.slot};
-        for (int64_t entry = written.first, t = 0; t < run->n; t += piece.n, entry++) {
-            piece.id = run->table[entry];
-            piece.slot = t == 0 ? written.slot : 0;
-            piece.n = b - piece.slot < run->n - t ? b - piece.slot : run->n - t;
-            piece.token = run->token + t;
-            unsigned char *slab = kv_slab(kv, piece.id, a->layer, is_v);
-            if (!by_token) {
-                lost += write_head(a, from, head, &piece, slab + (size_t)head * kv->size.strip);
-                continue;
-            }
-            const struct piece all = piece;
-            for (int64_t i = 0; i < all.n; i++)
-                for (int64_t h = 0; h < heads; h++) {
-                    const struct piece one = {all.id, all.slot + i, 1, all.token + i};
-                    lost += write_head(a, from, h, &one, slab + (size_t)h * kv->size.strip);
-                }
+        const uint32_t *entry = run->entry;
+        int64_t slot = run->slot;
+        for (int64_t t = 0, n; t < run->n; t += n, entry++, slot = 0) {
+            char *slab = kv_slab(kv, *entry, a->layer, is_v);
+            n = b - slot < run->n - t ? b - slot : run->n - t;
+            if (!by_token)
+                write_head(a, from, head, run->token + t, n, slab, slot, lost);
+            else
+                for (int64_t i = 0; i < n; i++)
+                    write_token(a, from, run->token + t + i, slab, slot + i, lost);
         }
     }
-    return lost;
 }
 
 /* The sequence that a token belongs to. */
 static int64_t sequence_of(const struct append *a, int64_t token)
 {
     int64_t lo = 0, hi = a->B;
-    if (a->only || !a->cu_seqlens)
+    if (a->only || !a->batch->cu_seqlens)
         return a->only ? 0 : token;
     while (hi - lo > 1) {
         const int64_t mid = lo + (hi - lo) / 2;
-        *(a->cu_seqlens[mid] <= token ? &lo : &hi) = mid;
+        *(a->batch->cu_seqlens[mid] <= token ? &lo : &hi) = mid;
     }
     return lo;
+}
+
+/* What some tokens hold that the format has nothing for. */
+static uint64_t count_lost(const struct append *a, int64_t lo, int64_t hi)
+{
+    int64_t n = 0;
+    for (int64_t token = lo; token < hi; token++)
+        for (int64_t head = 0; head < a->kv->cfg.n_kv_heads; head++)
+            n += tl_kv_unrepresentable(&a->store, row_of(&a->k, head, token), a->kv->cfg.head_dim) +
+                 tl_kv_unrepresentable(&a->store, row_of(&a->v, head, token), a->kv->cfg.head_dim);
+    return (uint64_t)n;
+}
+
+/* The tokens of a run from one of them up to `end`, where it has so many: itself, or in `room`. */
+static const struct run *part_of(const struct append *a, const struct run *run, int64_t token,
+                                 int64_t end, struct run *room)
+{
+    const int64_t behind = run->token + run->n;
+    if (token == run->token && behind <= end)
+        return run;
+    *room = run_at(a->kv, run->entry, run->slot + token - run->token, token,
+                   (behind < end ? behind : end) - token);
+    return room;
 }
 
 static void write_tokens(void *ctx, int64_t lo, int64_t hi, int worker)
 {
     struct append *a = ctx;
-    int64_t lost = 0;
+    bool lost = false;
     (void)worker;
-    for (int64_t seq = sequence_of(a, lo); lo < hi; seq++) {
-        struct run run = run_of(a, seq);
-        const int64_t skipped = lo - run.token;
-        run.pos += skipped;
-        run.token = lo;
-        run.n = run.n - skipped < hi - lo ? run.n - skipped : hi - lo;
-        if (run.n == 0)
-            continue;
-        lost += write_tensor(a, &a->k, false, &run);
-        lost += write_tensor(a, &a->v, true, &run);
-        lo += run.n;
+    for (int64_t seq = sequence_of(a, lo), token = lo; token < hi; seq++) {
+        struct run whole, part;
+        const struct run *run = part_of(a, run_of(a, seq, &whole), token, hi, &part);
+        write_tensor(a, &a->k, false, run, &lost);
+        write_tensor(a, &a->v, true, run, &lost);
+        token += run->n;
     }
     if (lost)
-        a->unrepresentable += (uint64_t)lost;
+        a->unrepresentable += count_lost(a, lo, hi);
 }
 
 /* An element costs about as much as reading and writing it; what is worth waking workers for is
  * shared out. */
-static int64_t grain_of(const struct append *a)
+static int64_t grain_of(const struct append *a, const tl_pool *tp)
 {
     const tl_kv_cfg *cfg = &a->kv->cfg;
-    const int64_t threads = tl_pool_threads(a->tp);
+    const int64_t threads = tl_pool_threads(tp);
     const double elements = 2.0 * (double)a->total * cfg->n_kv_heads * cfg->head_dim;
     if (threads == 1 || !tl_worth_waking(elements / 4))
         return a->total;
     return a->total / (4 * threads) + 1;
 }
 
+static tl_status write_all(struct append *a, tl_pool *tp)
+{
+    if (tp)
+        return tl_pool_run(a->fn, tp, a->total, grain_of(a, tp), write_tokens, a);
+    write_tokens(a, 0, a->total, 0);
+    return TL_OK;
+}
+
 /* Everything from the tensors on; total > 0. */
-static tl_status append(struct append *a)
+static tl_status append(struct append *a, tl_pool *tp)
 {
     TL_TRY(tl_kv_check_tensor(a->fn, a->kv, &a->k));
     TL_TRY(tl_kv_check_tensor(a->fn, a->kv, &a->v));
     TL_TRY(tl_kernels_require(a->fn, &a->store.kernels));
     TL_TRY(check_sequences(a));
     TL_TRY(check_entries(a));
-    TL_TRY(tl_pool_check(a->fn, a->tp));
+    TL_TRY(tl_pool_check(a->fn, tp));
     const tl_fpenv caller = tl_fpenv_enter();
-    const tl_status status = tl_pool_run(a->fn, a->tp, a->total, grain_of(a), write_tokens, a);
+    const tl_status status = write_all(a, tp);
     tl_fpenv_leave(caller);
     a->kv->n_unrepresentable += a->unrepresentable;
     return status;
@@ -372,12 +416,12 @@ tl_status tl_kv_append(tl_kv_pool *kv, uint32_t layer, const uint32_t *block_tab
                        int64_t k_token_stride, int64_t k_head_stride, int64_t v_token_stride,
                        int64_t v_head_stride, tl_pool *tp)
 {
-    struct append a = {.fn = "tl_kv_append", .kv = kv, .layer = layer, .tp = tp, .B = B,
-                       .block_tables = block_tables, .table_stride = table_stride,
-                       .cu_seqlens = cu_seqlens, .ctx_lens = ctx_lens, .store.from = dtype};
+    const struct batch batch = {block_tables, table_stride, cu_seqlens, ctx_lens};
+    struct append a = {.fn = "tl_kv_append", .kv = kv, .layer = layer, .B = B, .batch = &batch,
+                       .store.from = dtype};
     TL_TRY(check_batch(&a));
     TL_TRY(check_cu_seqlens(&a));
-    a.total = first_token(&a, B);
+    a.total = first_token(&batch, B);
     if (a.total == 0)
         return TL_OK;
     if (!k || !v)
@@ -387,7 +431,7 @@ tl_status tl_kv_append(tl_kv_pool *kv, uint32_t layer, const uint32_t *block_tab
     a.store.to = kv->cfg.dtype;
     a.k = (struct kv_tensor){"k", k, elem, a.total, k_head_stride, k_token_stride};
     a.v = (struct kv_tensor){"v", v, elem, a.total, v_head_stride, v_token_stride};
-    return append(&a);
+    return append(&a, tp);
 }
 
 tl_status tl_kv_append_f32(tl_kv_pool *kv, uint32_t layer, const uint32_t *block_table,
@@ -400,10 +444,19 @@ tl_status tl_kv_append_f32(tl_kv_pool *kv, uint32_t layer, const uint32_t *block
     if (T == 0)
         return TL_OK;
     TL_TRY(tl_kv_check_table(&p));
-    const struct run run = {block_table, pos, 0, T};
-    struct append a = {.fn = p.fn, .kv = kv, .layer = layer, .B = 1, .total = T, .only = &run,
-                       .store = {.from = TL_F32, .to = kv->cfg.dtype},
+    const struct run run = run_at(kv, block_table, pos, 0, T);
+    /* every member by name: the whole of it would otherwise be cleared first, which takes longer than
+     * a row */
+    struct append a = {.fn = p.fn,
+                       .kv = kv,
+                       .layer = layer,
+                       .store = {.kernels = NULL, .from = TL_F32, .to = kv->cfg.dtype},
                        .k = {"k", k, sizeof *k, T, head_stride, token_stride},
-                       .v = {"v", v, sizeof *v, T, head_stride, token_stride}};
-    return append(&a);
+                       .v = {"v", v, sizeof *v, T, head_stride, token_stride},
+                       .total = T,
+                       .B = 1,
+                       .batch = NULL,
+                       .only = &run,
+                       .unrepresentable = 0};
+    return append(&a, NULL);
 }

@@ -30,9 +30,10 @@ static tl_status check_apart(const struct kv_positions *p)
     return TL_OK;
 }
 
-static tl_status check_entries(const struct kv_positions *p, const struct kv_entries *read)
+static tl_status check_entries(const struct kv_positions *p)
 {
-    for (int64_t entry = read->first; entry <= read->last; entry++) {
+    const int64_t b = p->kv->cfg.block_tokens, last = (p->pos + p->T - 1) / b;
+    for (int64_t entry = p->pos / b; entry <= last; entry++) {
         const uint32_t id = p->table[entry];
         if (id >= p->kv->cfg.n_blocks)
             return tl_fail_i64(TL_EINVAL, fn,
@@ -60,14 +61,14 @@ static void read_strip(const struct kv_store *store, const struct kv_positions *
         tl_kv_widen(store, x, scale ? scale[i] : 1, y, D);
 }
 
-static void read_tensor(const struct kv_store *store, const struct kv_positions *p,
-                        const struct kv_entries *read, bool is_v, float *y)
+static void read_tensor(const struct kv_store *store, const struct kv_positions *p, bool is_v,
+                        float *y)
 {
     const tl_kv_pool *kv = p->kv;
     const int64_t b = kv->cfg.block_tokens;
     for (int64_t head = 0; head < kv->cfg.n_kv_heads; head++) {
-        int64_t slot = read->slot;
-        const uint32_t *entry = p->table + read->first;
+        int64_t slot = p->pos % b;
+        const uint32_t *entry = p->table + p->pos / b;
         for (int64_t t = 0, n; t < p->T; t += n, entry++, slot = 0) {
             n = b - slot < p->T - t ? b - slot : p->T - t;
             unsigned char *slab = kv_slab(kv, *entry, p->layer, is_v);
@@ -90,15 +91,14 @@ tl_status tl_kv_gather_f32(const tl_kv_pool *kv, uint32_t layer, const uint32_t 
     const struct kv_tensor keys = {"k", k, sizeof *k, T, head_stride, token_stride},
                            values = {"v", v, sizeof *v, T, head_stride, token_stride};
     struct kv_store store = {.from = TL_F32, .to = kv->cfg.dtype};
-    const struct kv_entries read = kv_entries_of(kv, pos, T);
     TL_TRY(tl_kv_check_tensor(fn, kv, &keys));
     TL_TRY(tl_kv_check_tensor(fn, kv, &values));
     TL_TRY(check_apart(&p));
     TL_TRY(tl_kernels_require(fn, &store.kernels));
-    TL_TRY(check_entries(&p, &read));
+    TL_TRY(check_entries(&p));
     const tl_fpenv caller = tl_fpenv_enter();
-    read_tensor(&store, &p, &read, false, k);
-    read_tensor(&store, &p, &read, true, v);
+    read_tensor(&store, &p, false, k);
+    read_tensor(&store, &p, true, v);
     tl_fpenv_leave(caller);
     return TL_OK;
 }

@@ -33,15 +33,4 @@ struct kv_tensor {
 /* TL_EINVAL where some of it lies beyond the address space. */
 tl_status tl_kv_check_tensor(const char *fn, const tl_kv_pool *kv, const struct kv_tensor *tensor);
 
-/* The entries of a table that n > 0 positions from pos on fall into, and the slot of the first. */
-struct kv_entries {
-    int64_t first, last, slot;
-};
-
-static inline struct kv_entries kv_entries_of(const tl_kv_pool *kv, int64_t pos, int64_t n)
-{
-    const int64_t b = kv->cfg.block_tokens, first = pos / b, slot = pos - first * b;
-    return (struct kv_entries){first, n <= b - slot ? first : first + (slot + n - 1) / b, slot};
-}
-
 #endif

@@ -79,13 +79,14 @@ static void to_codes(const struct kv_store *s, const void *x, void *y, float r, 
 /* The bit pattern of the largest |x[i]|. */
 static uint32_t top_of(const struct kv_store *s, const void *x, int64_t n)
 {
-    float room[PIECE];
     uint32_t top = 0;
-    for (int64_t at = 0, some; at < n; at += some) {
-        some = piece_at(at, n);
-        s->kernels->top_n(widen(s, source_at(s, x, at), room, some), &top, some);
+    if (s->from == TL_F32) {
+        s->kernels->top_n(x, &top, n);
+        return top;
     }
-    return top;
+    s->kernels->top_half_n(x, &top, n);
+    return lowp_bits(s->from == TL_F16 ? lowp_f16_to_f32((uint16_t)top)
+                                       : lowp_bf16_to_f32((uint16_t)top));
 }
 
 void tl_kv_store_scaled(const struct kv_store *s, const void *x, void *y, float *scale, int64_t n)
@@ -140,6 +141,32 @@ int64_t tl_kv_unrepresentable(const struct kv_store *s, const void *x, int64_t n
             count -= count_from(from, LOWP_INF, some) - count_from(from, LOWP_INF + 1, some);
     }
     return count;
+}
+
+/* ---- rows under a watch ---- */
+
+void tl_kv_store_rows(const struct kv_store *s, const struct kv_rows *r, bool *lost)
+{
+    const int64_t x_row = kv_row_bytes(s->from, r->dim), y_row = kv_row_bytes(s->to, r->dim);
+    const bool is_gapless = !r->scale && r->x_step == x_row && r->y_step == y_row;
+    const int64_t rows = is_gapless ? 1 : r->n, n = is_gapless ? r->n * r->dim : r->dim;
+    if (s->from == TL_F32 && s->to == TL_F16) {
+        s->kernels->f32_to_f16_rows((const float *)(const void *)r->x, r->x_step / 4,
+                                    (uint16_t *)(void *)r->y, r->y_step / 2, rows, n, lost);
+        return;
+    }
+    for (int64_t i = 0; i < rows; i++) {
+        const char *x = r->x + i * r->x_step;
+        char *y = r->y + i * r->y_step;
+        if (r->scale) {
+            float *scale = r->scale + i * r->scale_step;
+            tl_kv_store_scaled(s, x, y, scale, n);
+            *lost |= *scale != *scale;
+        } else {
+            tl_kv_store(s, x, y, n);
+            *lost |= top_of(s, x, n) >= first_lost(s);
+        }
+    }
 }
 
 /* ---- reading back ---- */

@@ -29,6 +29,18 @@ void tl_kv_store_scaled(const struct kv_store *s, const void *x, void *y, float 
 /* n elements in e4m3, under a scale that others share. */
 void tl_kv_store_shared(const struct kv_store *s, const void *x, void *y, float scale, int64_t n);
 
+/* Rows of dim elements that are apart by steps in bytes, those of scales in floats. */
+struct kv_rows {
+    const char *x;
+    char *y;
+    float *scale; /* NULL in a format without */
+    int64_t n, dim, x_step, y_step, scale_step;
+};
+
+/* Each as above. *lost becomes true where they may hold what the format has nothing for: then a look
+ * at tl_kv_unrepresentable is worth while. */
+void tl_kv_store_rows(const struct kv_store *s, const struct kv_rows *rows, bool *lost);
+
 /* How many of n elements the format has nothing for (tl_kv_stats in kv_pool.h). */
 int64_t tl_kv_unrepresentable(const struct kv_store *s, const void *x, int64_t n);
 

@@ -4,6 +4,7 @@
 #ifndef TL_ISA_FN_H
 #define TL_ISA_FN_H
 
+#include <stdbool.h>
 #include <stdint.h>
 
 #define TL_JOIN2_(a, b) tl_##a##_##b

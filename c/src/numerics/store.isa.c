@@ -15,6 +15,17 @@ void TL_ISA_FN(top_n)(const float *restrict x, uint32_t *restrict top, int64_t n
     *top = most;
 }
 
+/* The same of f16 or bf16, as their bit patterns are. */
+void TL_ISA_FN(top_half_n)(const uint16_t *restrict x, uint32_t *restrict top, int64_t n)
+{
+    uint16_t most = (uint16_t)*top;
+    for (int64_t i = 0; i < n; i++) {
+        const uint16_t m = x[i] & 0x7FFF;
+        most = most > m ? most : m;
+    }
+    *top = most;
+}
+
 /* y[i] = x[i] * r to the nearest integer, ties to even, where that is one of int8: added to 1.5 *
  * 2^23, whose unit in the last place is 1, the sum's low bits are it. */
 void TL_ISA_FN(scaled_to_i8_n)(const float *restrict x, float r, int8_t *restrict y, int64_t n)
