@@ -61,11 +61,13 @@ static const struct run *run_of(const struct append *a, int64_t seq, struct run 
     return room;
 }
 
-/* Where the entries written to end; run.n > 0. */
-static const uint32_t *last_entry(const struct append *a, const struct run *run)
+/* How many entries a run writes to. */
+static int64_t n_entries(const struct append *a, const struct run *run)
 {
     const int64_t b = a->kv->cfg.block_tokens;
-    return run->n <= b - run->slot ? run->entry : run->entry + (run->slot + run->n - 1) / b;
+    return run->n == 0               ? 0
+           : run->n <= b - run->slot ? 1
+                                     : (run->slot + run->n - 1) / b + 1;
 }
 
 /* ---- the batch ---- */
@@ -162,11 +164,9 @@ static struct findings note_entries(struct append *a)
     for (int64_t seq = a->B - 1; seq >= 0; seq--) {
         struct run room;
         const struct run *run = run_of(a, seq, &room);
-        if (run->n == 0)
-            continue;
-        for (const uint32_t *entry = last_entry(a, run); entry >= run->entry; entry--) {
-            const uint32_t id = *entry;
-            const struct place here = {seq, entry - run->table, ++found.n};
+        for (int64_t i = n_entries(a, run) - 1; i >= 0; i--) {
+            const uint32_t id = run->entry[i];
+            const struct place here = {seq, run->entry - run->table + i, ++found.n};
             if (id >= kv->cfg.n_blocks || kv_refs(kv, id) == 0) {
                 found.bad = here;
                 continue;
@@ -187,13 +187,10 @@ static struct place find_twin(const struct append *a, const struct findings *fou
     for (int64_t seq = 0; ordinal > found->bad.ordinal; seq++) {
         struct run room;
         const struct run *run = run_of(a, seq, &room);
-        if (run->n == 0)
-            continue;
-        const uint32_t *last = last_entry(a, run);
-        for (const uint32_t *entry = run->entry; entry <= last && ordinal > found->bad.ordinal;
-             entry++, ordinal--)
-            if (a->kv->block[*entry].prev != (uint32_t)ordinal)
-                return (struct place){seq, entry - run->table, ordinal};
+        const int64_t n = n_entries(a, run);
+        for (int64_t i = 0; i < n && ordinal > found->bad.ordinal; i++, ordinal--)
+            if (a->kv->block[run->entry[i]].prev != (uint32_t)ordinal)
+                return (struct place){seq, run->entry - run->table + i, ordinal};
     }
     return (struct place){.ordinal = 0};
 }
@@ -204,12 +201,10 @@ static struct place find_block(const struct append *a, uint32_t id)
     for (int64_t seq = 0;; seq++) {
         struct run room;
         const struct run *run = run_of(a, seq, &room);
-        if (run->n == 0)
-            continue;
-        const uint32_t *last = last_entry(a, run);
-        for (const uint32_t *entry = run->entry; entry <= last; entry++)
-            if (*entry == id)
-                return (struct place){.seq = seq, .entry = entry - run->table};
+        const int64_t n = n_entries(a, run);
+        for (int64_t i = 0; i < n; i++)
+            if (run->entry[i] == id)
+                return (struct place){.seq = seq, .entry = run->entry - run->table + i};
     }
 }
 
@@ -293,7 +288,9 @@ static void write_token(const struct append *a, const struct kv_tensor *from, in
                                  .scale = size->scale ? kv_strip_scales(a->kv, slab) + slot : NULL,
                                  .n = a->kv->cfg.n_kv_heads,
                                  .dim = a->kv->cfg.head_dim,
-                                 .x_step = from->head_stride * from->elem,
+                                 .x_step = a->kv->cfg.n_kv_heads > 1
+                                               ? from->head_stride * from->elem
+                                               : 0, /* which may be anything */
                                  .y_step = (int64_t)size->strip,
                                  .scale_step = (int64_t)(size->strip / sizeof(float))};
     tl_kv_store_rows(&a->store, &rows, lost);
@@ -445,8 +442,7 @@ tl_status tl_kv_append_f32(tl_kv_pool *kv, uint32_t layer, const uint32_t *block
         return TL_OK;
     TL_TRY(tl_kv_check_table(&p));
     const struct run run = run_at(kv, block_table, pos, 0, T);
-    /* every member by name: the whole of it would otherwise be cleared first, which takes longer than
-     * a row */
+    /* every member by name: otherwise all of it is cleared first, which takes longer than a row */
     struct append a = {.fn = p.fn,
                        .kv = kv,
                        .layer = layer,

@@ -57,8 +57,9 @@ static void read_strip(const struct kv_store *store, const struct kv_positions *
         return;
     }
     const float *scale = size->scale ? kv_strip_scales(p->kv, strip) + slot : NULL;
-    for (int64_t i = 0; i < n; i++, x += size->row, y += p->token_stride)
-        tl_kv_widen(store, x, scale ? scale[i] : 1, y, D);
+    for (int64_t i = 0; i < n; i++)
+        tl_kv_widen(store, x + (size_t)i * size->row, scale ? scale[i] : 1,
+                    y + i * p->token_stride, D);
 }
 
 static void read_tensor(const struct kv_store *store, const struct kv_positions *p, bool is_v,

@@ -37,8 +37,8 @@ struct kv_rows {
     int64_t n, dim, x_step, y_step, scale_step;
 };
 
-/* Each as above. *lost becomes true where they may hold what the format has nothing for: then a look
- * at tl_kv_unrepresentable is worth while. */
+/* Each as above. *lost becomes true where they may hold what the format has nothing for: only then
+ * tl_kv_unrepresentable need be asked. */
 void tl_kv_store_rows(const struct kv_store *s, const struct kv_rows *rows, bool *lost);
 
 /* How many of n elements the format has nothing for (tl_kv_stats in kv_pool.h). */

@@ -16,26 +16,28 @@ void TL_ISA_FN(f32_to_f16_n)(const float *x, uint16_t *y, int64_t n)
         v16_store_f16_n(y + i, v16_load_n(x + i, n - i), n - i);
 }
 
-/* Whether a value is not finite shows in the sum of their squares: below 2^31 it has none of 65520 or
- * more, and no NaN. That is one fma for sixteen, and only values that are large as a whole give a
- * false alarm. */
+/* Whether a value is not finite shows in the sum of squares: up to 2^31 it has none of a value of
+ * 65520 or more, and none of NaN. That is one fma for sixteen values, and only those that are large
+ * as a whole give a false alarm. */
 void TL_ISA_FN(f32_to_f16_rows)(const float *x, int64_t x_step, uint16_t *y, int64_t y_step,
                                 int64_t rows, int64_t n, bool *lost)
 {
     v16 even = v16_zero(), odd = v16_zero(); /* two, so that none waits for the other */
-    for (; rows > 0; rows--, x += x_step, y += y_step) {
+    for (int64_t row = 0; row < rows; row++) {
+        const float *from = x + row * x_step;
+        uint16_t *to = y + row * y_step;
         int64_t i = 0;
         for (; i + 32 <= n; i += 32) {
-            const v16 a = v16_load(x + i), b = v16_load(x + i + 16);
-            v16_store_f16(y + i, a);
-            v16_store_f16(y + i + 16, b);
+            const v16 a = v16_load(from + i), b = v16_load(from + i + 16);
+            v16_store_f16(to + i, a);
+            v16_store_f16(to + i + 16, b);
             even = v16_fma(a, a, even);
             odd = v16_fma(b, b, odd);
         }
         for (; i < n; i += 16) {
             const int64_t some = n - i < 16 ? n - i : 16;
-            const v16 a = v16_load_n(x + i, some);
-            v16_store_f16_n(y + i, a, some);
+            const v16 a = v16_load_n(from + i, some);
+            v16_store_f16_n(to + i, a, some);
             even = v16_fma(a, a, even);
         }
     }
