@@ -35,21 +35,35 @@ TEST(create_names_the_zero_dimension)
     CHECK(strstr(tl_last_error(), "out"), "%s", tl_last_error());
 }
 
-TEST(create_takes_f16_in_format_1_and_nothing_else)
+/* The dtype of each format from 1 on. */
+static const tl_dtype dtype_of[] = {TL_F16, TL_F8_E4M3, TL_I8, TL_BF16, TL_F32};
+
+TEST(create_takes_each_format_with_its_dtype_and_nothing_else)
 {
-    for (int dtype = -1; dtype <= 9; dtype++) {
-        /* unsupported is looked at before the size */
-        tl_kv_cfg cfg = kv_cfg(UINT32_MAX, UINT32_MAX, 1, 1, 4);
-        cfg.dtype = dtype;
-        if (dtype != TL_F16)
-            refuse_cfg(&cfg, TL_EUNSUPPORTED, "dtype");
-    }
-    static const uint32_t formats[] = {0, 2, UINT32_MAX};
-    for (int i = 0; i < 3; i++) {
-        tl_kv_cfg cfg = kv_cfg(4, 4, 1, 1, 4);
-        cfg.format = formats[i];
-        refuse_cfg(&cfg, TL_EUNSUPPORTED, "format");
-    }
+    static const uint32_t formats[] = {0, 1, 2, 3, 4, 5, 6, 255, UINT32_MAX};
+    for (int i = 0; i < 9; i++)
+        for (int32_t dtype = -1; dtype <= 9; dtype++) {
+            tl_kv_cfg cfg = kv_cfg(4, 4, 1, 1, 4), got;
+            tl_kv_pool *kv = NULL;
+            cfg.format = formats[i], cfg.dtype = dtype;
+            if (i >= 1 && i <= 5 && dtype == dtype_of[i - 1]) {
+                CHECK_STATUS(tl_kv_pool_create(&cfg, &kv), TL_OK);
+                tl_kv_pool_cfg(kv, &got);
+                CHECK(memcmp(&got, &cfg, sizeof cfg) == 0, "format %u: cfg", formats[i]);
+                tl_kv_pool_destroy(kv);
+                continue;
+            }
+            /* unsupported is looked at before the size */
+            cfg.n_blocks = cfg.block_tokens = UINT32_MAX;
+            refuse_cfg(&cfg, TL_EUNSUPPORTED, "TL_KV_FORMAT_F16 is of TL_F16; ");
+            CHECK(strstr(tl_last_error(), "; TL_KV_FORMAT_F32 is of TL_F32"), "%s",
+                  tl_last_error());
+        }
+    tl_kv_cfg longest = kv_cfg(4, 4, 1, 1, 4);
+    longest.format = UINT32_MAX, longest.dtype = INT32_MIN;
+    refuse_cfg(&longest, TL_EUNSUPPORTED, "format 4294967295 of dtype -2147483648; ");
+    CHECK(strstr(tl_last_error(), "TL_KV_FORMAT_F32 is of TL_F32"), "the line is cut short: %s",
+          tl_last_error());
 }
 
 TEST(create_refuses_sizes_that_wrap_without_asking_for_memory)
@@ -69,6 +83,15 @@ TEST(create_refuses_sizes_that_wrap_without_asking_for_memory)
     };
     for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++)
         refuse_cfg(&bad[i], TL_EINVAL, "address space");
+    /* in eight bits it may be the scales that are too many */
+    for (uint32_t format = 2; format <= 3; format++) {
+        tl_kv_cfg cfg = kv_cfg(1, all, 1, 1, all);
+        cfg.format = format, cfg.dtype = dtype_of[format - 1];
+        refuse_cfg(&cfg, TL_EINVAL, "address space");
+        cfg = kv_cfg(1, 1u << 20, 1u << 20, 1u << 20, 4); /* strips of 2^23 bytes: 2^64 */
+        cfg.format = format, cfg.dtype = dtype_of[format - 1];
+        refuse_cfg(&cfg, TL_EINVAL, "address space");
+    }
     CHECK(hook.calls == 0, "%d calls", hook.calls);
     tl_set_allocator(NULL);
 }
