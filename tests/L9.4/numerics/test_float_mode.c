@@ -5,6 +5,7 @@
  * Words. mode: the value of the unit's control register, its sticky flags included (MXCSR on x86;
  * FPCR and FPSR on Arm). */
 #include "attn_ref.h"
+#include "runtime/fail.h"
 
 #if defined(__x86_64__)
 
@@ -480,6 +481,48 @@ static tl_status do_append(struct world *w)
     return got;
 }
 
+/* A batch into a pool of a format, from f32 and from bf16, read back. Pools are made and counted in
+ * the caller's mode, too. */
+static tl_status append_and_gather(struct world *w, tl_dtype dtype, uint32_t format, float *out)
+{
+    static const int32_t cu[] = {0, 5}, ctx[] = {8};
+    const tl_kv_cfg cfg = {4, 8, 1, 2, 19, dtype, format};
+    tl_kv_pool *kv;
+    uint32_t ids[4];
+    TL_TRY(tl_kv_pool_create(&cfg, &kv));
+    tl_status got = tl_kv_alloc(kv, 4, ids);
+    for (int i = 0; i < 2 && got == TL_OK; i++) {
+        const void *k = i ? (const void *)w->u16 : w->f32, *v = i ? w->u16 + 60 : (void *)(w->f32 + 60);
+        got = tl_kv_append(kv, 0, ids + 2 * i, 2, cu, ctx, 1, k, v, i ? TL_BF16 : TL_F32, 38, 19,
+                           38, 19, w->tp);
+        if (got == TL_OK)
+            got = tl_kv_gather_f32(kv, 0, ids + 2 * i, 2, 3, 5, out, out + 190, 95, 19);
+        out += 380;
+    }
+    tl_kv_pool_destroy(kv);
+    return got;
+}
+
+static tl_status do_formats(struct world *w)
+{
+    static const tl_dtype dtypes[] = {TL_F16, TL_F8_E4M3, TL_I8, TL_BF16, TL_F32};
+    for (uint32_t i = 0; i < 5; i++)
+        TL_TRY(append_and_gather(w, dtypes[i], i + 1, w->out + i * 760));
+    return TL_OK;
+}
+
+static tl_status do_store_i8(struct world *w)
+{
+    tl_store_i8_f32(w->f32, (int8_t *)(void *)(w->out + 100), w->out, N_X / 10, 10);
+    return TL_OK;
+}
+
+static tl_status do_store_e4m3(struct world *w)
+{
+    tl_store_e4m3_f32(w->f32, (uint8_t *)(void *)(w->out + 100), w->out, N_X / 10, 10);
+    return TL_OK;
+}
+
 static tl_status do_slots(struct world *w)
 {
     const tl_status got = tl_kv_write_slots(&w->fresh_view, w->slots, 7, w->f32, w->f32 + 30,
@@ -549,6 +592,9 @@ static const struct function {
     {"tl_softmax_f32", do_softmax, false},
     {"tl_softmax_online_f32", do_softmax_online, false},
     {"tl_kv_append_f32", do_append, false},
+    {"tl_kv_append, tl_kv_gather_f32", do_formats, true},
+    {"tl_store_i8_f32", do_store_i8, false},
+    {"tl_store_e4m3_f32", do_store_e4m3, false},
     {"tl_kv_write_slots", do_slots, false},
     {"tl_kv_write_slots, bf16", do_slots_bf16, false},
     {"tl_exp_f32", do_exp, false},
@@ -685,6 +731,24 @@ static tl_status refuse_append(struct world *w)
     return tl_kv_append_f32(w->fresh, 0, w->table, 4, 30, 5, w->f32, w->f32, 95, 19);
 }
 
+static tl_status refuse_batch(struct world *w)
+{
+    static const int32_t ctx = 40;
+    return tl_kv_append(w->fresh, 0, w->table, 4, NULL, &ctx, 1, w->f32, w->f32, TL_F32, 38, 19, 38,
+                        19, w->tp);
+}
+
+static tl_status refuse_gather(struct world *w)
+{
+    return tl_kv_gather_f32(w->fresh, 0, w->table, 4, 30, 5, w->out, w->out + 190, 95, 19);
+}
+
+static tl_status refuse_store(struct world *w)
+{
+    tl_store_i8_f32(NULL, (int8_t *)(void *)(w->out + 100), w->out, 3, 10);
+    return TL_EINVAL;
+}
+
 static tl_status refuse_slots(struct world *w)
 {
     const int64_t slot = 32;
@@ -709,6 +773,9 @@ TEST(refused_calls_of_every_function_in_every_mode)
         {"states", refuse_states, false},
         {"merge", refuse_merge, false},
         {"append", refuse_append, false},
+        {"a batch to append", refuse_batch, false},
+        {"gather", refuse_gather, false},
+        {"rows in eight bits", refuse_store, false},
         {"slots", refuse_slots, false},
         {"an array", refuse_array, false},
     };
