@@ -15,9 +15,10 @@ TL_BEGIN_DECLS
 
 /* The instruction set in use: "scalar", "avx2", "avx512" or "neon". Where TINYLLM_ISA names one
  * that this CPU or build does not have, that name, cut to 31 bytes: then every function that
- * computes and returns a status (those of attention.h and softmax.h, tl_kv_append, tl_kv_append_f32,
- * tl_kv_gather_f32, tl_kv_write_slots) returns TL_EUNSUPPORTED, listing the names that would work,
- * and those of numerics.h, which return none, run on scalar. Static storage. Thread-safe. */
+ * computes and returns a status (those of attention.h and softmax.h, tl_kv_append,
+ * tl_kv_append_f32, tl_kv_gather_f32, tl_kv_write_slots) returns TL_EUNSUPPORTED, listing the names
+ * that would work, and those of numerics.h, which return none, run on scalar. Static storage.
+ * Thread-safe. */
 TL_API const char *tl_isa_name(void);
 
 /* The instruction sets that this build and CPU have, the best one first, a blank between two:

@@ -121,7 +121,7 @@ static int64_t count_from(const float *x, uint32_t bits, int64_t n)
 /* The least magnitude that becomes infinite, or in eight bits is not stored. */
 static uint32_t first_lost(const struct kv_store *s)
 {
-    if (s->from == s->to || s->to == TL_F32)
+    if (s->to == TL_F32)
         return LOWP_INF + 1;
     return s->to == TL_F16 ? 0x477FF000 /* 65520 */ : s->to == TL_BF16 ? 0x7F7F8000 : LOWP_INF;
 }

@@ -54,7 +54,7 @@ struct tl_kv_pool {
     struct kv_block block[]; /* [n_blocks] */
 };
 
-/* References on a block; id < n_blocks. */
+/* References on a block; 0 for an id that is none. */
 static inline uint32_t kv_refs(const tl_kv_pool *kv, uint32_t id)
 {
     return id < kv->n_touched ? kv->block[id].refs : 0;

@@ -149,8 +149,8 @@ static inline void ref_store_scaled(tl_dtype to, const float *x, int64_t dim, un
     for (int64_t d = 0; d < dim; d++) {
         is_number = is_number && isfinite(x[d]);
         largest = fmax(largest, fabs((double)x[d]));
+        codes[d] = 0;
     }
-    memset(codes, 0, (size_t)dim);
     *scale = is_number ? 0.0f : float_of(0x7FC00000);
     if (!is_number || largest < 0x1p-100)
         return;

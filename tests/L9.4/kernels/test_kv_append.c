@@ -160,9 +160,9 @@ TEST(every_position_lands_in_its_slot_at_any_strides)
 TEST(only_the_entries_written_to_are_looked_at)
 {
     tl_kv_pool *kv = kv_new(4, 4, 1, 1, 2);
-    float x[8] = {1, 2, 3, 4, 5, 6, 7, 8};
+    float x[16] = {1, 2, 3, 4, 5, 6, 7, 8};
     const struct source s = {8, 2, x, x};
-    const uint32_t mine = kv_one(kv), shared = kv_one(kv);
+    const uint32_t mine = kv_one(kv), shared = kv_one(kv), next = kv_one(kv);
     tl_kv_ref(kv, shared);
     /* no block, no block, not used, shared, the same again */
     const uint32_t other[] = {UINT32_MAX, 4, 3, shared, mine};
@@ -174,6 +174,8 @@ TEST(only_the_entries_written_to_are_looked_at)
         append_and_compare(kv, 0, table, INT32_MAX, 7, 1, &s);
         table[0] = mine, table[1] = other[i];
         append_and_compare(kv, 0, table, 2, 0, 4, &s);
+        table[0] = mine, table[1] = next;
+        append_and_compare(kv, 0, table, INT32_MAX, 0, 8, &s);
         guarded_free(table, 2 * sizeof *table);
         table = guarded(sizeof *table);
         table[0] = mine;

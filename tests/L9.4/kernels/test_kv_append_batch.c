@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* test_kv_append_batch.c: which calls of tl_kv_append are refused, in what order, and that a refused
- * one changes nothing. What a good one writes is test_kv_formats.c's. */
+/* test_kv_append_batch.c: which calls of tl_kv_append are refused, in what order, and that a
+ * refused one changes nothing. What a good one writes is test_kv_formats.c's. */
 #include "kernels/attn_plan.h"
 #include "kernels/kernels.h"
 #include "kv_check.h"
@@ -177,7 +177,8 @@ TEST(of_several_bad_entries_the_first_decides)
 {
     struct world w;
     const struct call c = good_call(&w);
-    const uint32_t a = w.tables[0], b = w.tables[1], d = w.tables[2 * STRIDE + 1];
+    const uint32_t a = w.tables[0], b = w.tables[1], d = w.tables[2 * STRIDE + 1], freed = 4;
+    CHECK_STATUS(tl_kv_unref(w.kv, freed), TL_OK);
     const struct {
         uint32_t entry[4]; /* those that are written to, in order */
         tl_status want;
@@ -197,6 +198,7 @@ TEST(of_several_bad_entries_the_first_decides)
         {{a, b, a, 9}, TL_EINVAL, "are both block 0"},
         {{8, 9, a, a}, TL_EINVAL, "sequence 0: block_table[0] = 8 is not used"},
         {{w.shared, w.named, a, 8}, TL_EINVAL, "sequence 2: block_table[2] = 8 is not used"},
+        {{w.shared, w.named, a, freed}, TL_EINVAL, "sequence 2: block_table[2] = 4 is not used"},
         {{w.shared, w.named, a, b}, TL_EBUSY, "sequence 0: block_table[0] = 6 has 2 references"},
         {{a, w.named, w.shared, b}, TL_EBUSY, "sequence 0: block_table[1] = 7 is registered"},
         {{w.shared, a, b, w.shared}, TL_EINVAL, "are both block 6"}};

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* test_kv_gather.c: positions of a sequence read back as f32, from a pool of any format, and nothing
- * written where one of them may not be. */
+/* test_kv_gather.c: positions of a sequence read back as f32, from a pool of any format, and
+ * nothing written where one of them may not be. */
 #include <fenv.h>
 
 #include "kernels/kernels.h"
@@ -81,9 +81,10 @@ static void gather_and_compare(tl_kv_pool *kv, const struct ref_format *f, uint3
                     float *got = &y[is_v][at + h * head_stride + t * token_stride + d];
                     const float want =
                         want_of(kv, f, layer, is_v, table, pos + t, (uint32_t)h, d);
-                    CHECK(same(*got, want), "%s, layout %d, (%d, %lld, %lld, %lld): %08x, want %08x",
-                          f->name, layout, is_v, (long long)h, (long long)t, (long long)d,
-                          float_bits(*got), float_bits(want));
+                    CHECK(same(*got, want),
+                          "%s, layout %d, (%d, %lld, %lld, %lld): %08x, want %08x", f->name, layout,
+                          is_v, (long long)h, (long long)t, (long long)d, float_bits(*got),
+                          float_bits(want));
                     memset(got, 0x5A, sizeof *got);
                 }
         for (int64_t i = 0; i < span; i++)

@@ -492,9 +492,9 @@ static tl_status append_and_gather(struct world *w, tl_dtype dtype, uint32_t for
     TL_TRY(tl_kv_pool_create(&cfg, &kv));
     tl_status got = tl_kv_alloc(kv, 4, ids);
     for (int i = 0; i < 2 && got == TL_OK; i++) {
-        const void *k = i ? (const void *)w->u16 : w->f32, *v = i ? w->u16 + 60 : (void *)(w->f32 + 60);
-        got = tl_kv_append(kv, 0, ids + 2 * i, 2, cu, ctx, 1, k, v, i ? TL_BF16 : TL_F32, 38, 19,
-                           38, 19, w->tp);
+        const void *x = i ? (const void *)w->u16 : w->f32;
+        got = tl_kv_append(kv, 0, ids + 2 * i, 2, cu, ctx, 1, x, x, i ? TL_BF16 : TL_F32, 38, 19,
+                           19, 38, w->tp);
         if (got == TL_OK)
             got = tl_kv_gather_f32(kv, 0, ids + 2 * i, 2, 3, 5, out, out + 190, 95, 19);
         out += 380;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* test_store.c: rows stored in eight bits, tl_store_i8_f32 and tl_store_e4m3_f32, against the rule in
- * numerics.h. */
+/* test_store.c: rows stored in eight bits, tl_store_i8_f32 and tl_store_e4m3_f32, against the rule
+ * in numerics.h. */
 #include <fenv.h>
 
 #include "kernels/kernels.h"
@@ -29,8 +29,9 @@ static void compare(int which, const float *x, const unsigned char *codes, const
         CHECK_BITS(scales[i], scale, "%s, row %lld of %lld", names[which], (long long)i,
                    (long long)dim);
         for (int64_t d = 0; d < dim; d++)
-            CHECK(codes[i * dim + d] == want[d], "%s: %.9g of a row of scale %.9g is %02X, not %02X",
-                  names[which], (double)x[i * dim + d], (double)scale, codes[i * dim + d], want[d]);
+            CHECK(codes[i * dim + d] == want[d],
+                  "%s: %.9g of a row of scale %.9g is %02X, not %02X", names[which],
+                  (double)x[i * dim + d], (double)scale, codes[i * dim + d], want[d]);
     }
     free(want);
 }
@@ -71,7 +72,9 @@ TEST(known_rows)
         {{NAN, 1, 2, 3}, {0x7FC00000, 0x7FC00000}, {{0}, {0}}},
         {{1, 2, -INFINITY, 3}, {0x7FC00000, 0x7FC00000}, {{0}, {0}}},
         /* ties go to even: 0.5, 1.5, 2.5 of 127 */
-        {{0.5f, 1.5f, 2.5f, 127}, {0x3F800000, 0x3E912492}, {{0, 2, 2, 127}, {0x3E, 0x4B, 0x51, 0x7E}}}};
+        {{0.5f, 1.5f, 2.5f, 127},
+         {0x3F800000, 0x3E912492},
+         {{0, 2, 2, 127}, {0x3E, 0x4B, 0x51, 0x7E}}}};
     for (size_t i = 0; i < sizeof known / sizeof *known; i++)
         for (int which = 0; which < FORMATS; which++) {
             unsigned char codes[4];
@@ -103,6 +106,31 @@ TEST(no_code_leaves_its_range_whatever_the_largest_is)
                   (double)scale);
         }
     }
+}
+
+/* Near ties it shows which factor the codes come from, and how it was rounded. */
+TEST(codes_come_from_products_with_top_over_the_largest)
+{
+    enum { D = 256 };
+    uint64_t seed = 41;
+    for (int turn = 0; turn < 400; turn++)
+        for (int which = 0; which < FORMATS; which++) {
+            unsigned char codes[D];
+            float x[D], scale;
+            x[0] = float_of(0x3F800000 + (uint32_t)rng_below(&seed, 0x800000));
+            for (int d = 1; d < D; d++) {
+                const double tie = which ? (double)(ref_e4m3_value((uint8_t)(d / 2)) +
+                                                    ref_e4m3_value((uint8_t)(d / 2 - (d > 3)))) / 2
+                                         : d / 2 + 0.5,
+                             most = which ? 448 : 127;
+                const float near = (float)(tie / most * (double)x[0]);
+                x[d] = float_of(float_bits(near) + (uint32_t)rng_below(&seed, 3) - (near > 0));
+                if (!(x[d] <= x[0]))
+                    x[d] = 0;
+            }
+            store(which, x, codes, &scale, 1, D);
+            compare(which, x, codes, &scale, 1, D);
+        }
 }
 
 TEST(what_is_read_back_and_stored_again_is_the_same)

@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: MIT */
-/* fuzz_import.c: libFuzzer on the one parser of foreign bytes, tl_kv_import. Every input goes into a
- * pool of each format twice: as it is, and with its checksum put right, so that what lies behind the
- * checksum is reached. A refusal must leave the pool as it was; what was taken must export to the
- * same bytes again (but for hashes another block held). */
+/* fuzz_import.c: libFuzzer on the one parser of foreign bytes, tl_kv_import. Every input goes into
+ * a pool of each format twice: as it is, and with its checksum put right, so that what lies behind
+ * the checksum is reached. A refusal must leave the pool as it was; what was taken must export to
+ * the same bytes again (but for hashes another block held). */
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "tinyllm/kv_pool.h"
 
-/* Strips of two rows: of one element, so that those of eight bits have padding before the scales. */
+/* Strips of two rows of one element: those of eight bits have padding before the scales. */
 enum { N_BLOCKS = 6, ROWS = 2, MOST_BLOCK = 2 * 12 };
 
 static const struct format {
