@@ -93,7 +93,8 @@ void tl_kv_store_scaled(const struct kv_store *s, const void *x, void *y, float 
 {
     const uint32_t top = top_of(s, x, n), least = 0x0D800000; /* 2^-100 */
     if (top < least || top >= LOWP_INF) {
-        memset(y, 0, (size_t)n);
+        if (n > 0) /* else y may be NULL */
+            memset(y, 0, (size_t)n);
         *scale = lowp_float(top < least ? 0 : TL_NAN_BITS);
         return;
     }
