@@ -62,7 +62,8 @@ struct scales {
     {                                                                                         \
         #side "_scale", (view)->side##_scale,                                                 \
         {                                                                                     \
-            {#side "_scale_block_stride", (view)->side##_scale_block_stride, (view)->n_blocks},     \
+            {#side "_scale_block_stride", (view)->side##_scale_block_stride,                  \
+             (view)->n_blocks},                                                               \
                 {#side "_scale_head_stride", (view)->side##_scale_head_stride,                \
                  (view)->n_kv_heads},                                                         \
                 {#side "_scale_token_stride", (view)->side##_scale_token_stride,              \

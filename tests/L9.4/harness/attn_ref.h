@@ -61,7 +61,7 @@ struct ref_row {
     float softcap;      /* 0: none */
     const float *slope; /* of alibi, or NULL */
     int64_t p;          /* where the row stands: read where there is a slope */
-    /* [positions], of eight bits: what dots and weights are multiplied by (ref_code_scale); or NULL */
+    /* [positions], of eight bits: what dots and weights are multiplied by (ref_code_scale) */
     const float *ks, *vs;
 };
 

@@ -6,7 +6,7 @@
  * Words. case (struct eight): one call with a memory of its own, where every code and scale that no
  * row sees is poison and every array ends at an unmapped page. Where an element lies is worked out
  * from the shape of its array, the view's strides never are.
- * dense: what the rows see of a sequence, as f32 [Hkv][ctx][width] and [Hkv][ctx]; NaN elsewhere. */
+ * dense: what the rows see of a sequence, f32 [Hkv][ctx][width] and [Hkv][ctx]; NaN elsewhere. */
 #include <fenv.h>
 #if defined(__x86_64__)
 #include <xmmintrin.h>
@@ -689,8 +689,8 @@ TEST(wide_heads)
 
 TEST(every_block_size)
 {
-    static const int64_t sizes[] = {1, 2, 3, 4, 7, 8, 12, 15, 16, 17, 20, 24, 31, 32, 33, 48, 64,
-                                    65, 100, 128, 200};
+    static const int64_t sizes[] = {1,  2,  3,  4,  7,  8,  12, 15, 16,  17, 20,
+                                    24, 31, 32, 33, 48, 64, 65, 100, 128, 200};
     for (int64_t z = 0; z < COUNT(sizes); z++)
         for (int64_t i = 0; i < 4; i++) {
             struct eight_spec s = random_spec((uint64_t)(2000 + 10 * z + i));
@@ -872,7 +872,7 @@ TEST(values_among_the_subnormals)
     }
 }
 
-/* One strange scale of K or of V, at each position in turn: rows that see it and rows that do not. */
+/* One strange scale of K or of V, at one position after another. */
 TEST(a_strange_scale_reaches_the_rows_that_see_it)
 {
     static const float strange[] = {NAN, INFINITY, -INFINITY, 0.0f, -0.0f, -3.0f, 1e-44f, 3e38f};
@@ -947,24 +947,42 @@ TEST(what_no_row_sees_may_not_be_there)
     }
 }
 
-TEST(views_of_one_block_and_one_row)
+/* A view of the one block that is read, whose K, V and scales each end where memory does. The
+ * strides of its blocks and heads are never taken. */
+static void check_alone(const struct eight_spec *spec)
 {
-    for (int i = 0; i < 48; i++) {
-        struct eight_spec s = random_spec((uint64_t)(11000 + i));
-        s.dtype = eight_dtypes[i % 2], s.B = 1, s.Hkv = 1, s.H = 1 + i % 3;
-        s.b = 1 + 9 * (i % 5), s.ctx[0] = s.b, s.q_len[0] = 1;
-        s.codes = (enum codes_at)(i % N_CODES);
-        struct eight *x = eight_make(&s);
-        /* the one block that is read is all there is: strides of blocks and heads are not taken */
-        const int64_t block = block_of(x, 0, 0);
-        x->view.k = x->codes + code_at(x, 0, block, 0, 0, 0);
-        x->view.v = x->codes + code_at(x, 1, block, 0, 0, 0);
-        x->view.k_scale += scale_at(x, 0, block, 0, 0), x->view.v_scale += scale_at(x, 1, block, 0, 0);
-        x->view.n_blocks = 1, x->tables[0] = 0;
-        x->view.k_scale_block_stride = x->view.v_scale_head_stride = INT64_MAX;
-        run_everywhere(x);
-        eight_free(x);
+    struct eight *x = eight_make(spec);
+    const int64_t block = block_of(x, 0, 0), b = spec->b;
+    void *codes[2], *scales[2];
+    for (int is_v = 0; is_v < 2; is_v++) {
+        const size_t n = (size_t)(b * (is_v ? spec->Dv : spec->Dk));
+        codes[is_v] = guarded(n), scales[is_v] = guarded((size_t)b * 4);
+        memcpy(codes[is_v], x->codes + code_at(x, is_v, block, 0, 0, 0), n);
+        memcpy(scales[is_v], x->side[is_v].scales + scale_at(x, is_v, block, 0, 0), (size_t)b * 4);
     }
+    x->view.k = codes[0], x->view.v = codes[1];
+    x->view.k_scale = scales[0], x->view.v_scale = scales[1];
+    x->view.n_blocks = 1, x->tables[0] = 0;
+    x->view.k_scale_block_stride = x->view.v_scale_head_stride = INT64_MAX;
+    run_everywhere(x);
+    for (int is_v = 0; is_v < 2; is_v++) {
+        guarded_free(codes[is_v], (size_t)(b * (is_v ? spec->Dv : spec->Dk)));
+        guarded_free(scales[is_v], (size_t)b * 4);
+    }
+    eight_free(x);
+}
+
+TEST(nothing_past_the_memory_is_read)
+{
+    for (int64_t D = 1; D <= 340; D += D < 36 ? 1 : 61)
+        for (int64_t i = 0; i < 4; i++) {
+            struct eight_spec s = random_spec((uint64_t)(11000 + 10 * D + i));
+            s.dtype = eight_dtypes[i % 2], s.B = 1, s.Hkv = 1, s.H = 1 + D % 3;
+            s.Dk = D, s.Dv = i < 2 ? D : 341 - D;
+            s.b = 1 + (9 * D + 16 * i) % 45, s.ctx[0] = s.b, s.q_len[0] = 1, s.window = 0;
+            s.codes = HEADS_FIRST, s.k_scales = s.v_scales = OF_ROWS;
+            check_alone(&s);
+        }
 }
 
 /* ---- surroundings ---- */

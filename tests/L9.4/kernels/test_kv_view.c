@@ -503,8 +503,8 @@ TEST(every_member_of_scales_that_is_not_sound_is_named)
         {offsetof(tl_kv_view, v_scale_token_stride), -1, "v_scale_token_stride = -1 is negative"},
         {offsetof(tl_kv_view, k_scale_block_stride), INT64_MAX, "k_scale from 0x1000 on passes"},
         {offsetof(tl_kv_view, k_scale_head_stride), INT64_MAX, "k_scale from 0x1000 on passes"},
-        {offsetof(tl_kv_view, v_scale_token_stride), INT64_MAX / 3, "v_scale from 0x1000 on passes"},
-        {offsetof(tl_kv_view, v_scale_block_stride), INT64_MAX / 8, "v_scale from 0x1000 on passes"},
+        {offsetof(tl_kv_view, v_scale_token_stride), INT64_MAX / 3, "v_scale from 0x1000 on"},
+        {offsetof(tl_kv_view, v_scale_block_stride), INT64_MAX / 8, "v_scale from 0x1000 on"},
         /* of 24 scales the last would begin where memory ends */
         {offsetof(tl_kv_view, v_scale), -92, "v_scale from 0xffffffffffffffa4 on passes"},
     };
@@ -1025,15 +1025,15 @@ static void *random_source(int64_t n, int64_t D, int32_t dtype, uint64_t seed)
     for (int64_t i = 0; (dtype == TL_F32 || dtype == TL_F16 || dtype == TL_BF16) && i < n; i++) {
         if (i % D == 0) {
             const int64_t k = rng_below(&seed, 12);
-            size = k == 0 ? 0 : k == 1 ? 1e-31f : k == 2 ? 0x1p-100f : k == 3 ? 1e-36f : k == 4 ? 1e30f
-                   : ldexpf(1, (int)rng_below(&seed, 12) - 6);
+            static const float sizes[] = {0, 1e-31f, 0x1p-100f, 1e-36f, 1e30f};
+            size = k < 5 ? sizes[k] : ldexpf(1, (int)rng_below(&seed, 12) - 6);
         }
         float value = size * rng_unit(&seed);
         if (rng_below(&seed, 12) == 0)
             value = rng_below(&seed, 2) ? size : -size;
         if (rng_below(&seed, 300) == 0)
             value = special[rng_below(&seed, 6)];
-        if (rng_below(&seed, 5) == 0) /* halfway between two codes of int8, where size is the most */
+        if (rng_below(&seed, 5) == 0) /* where size is the most, halfway between two of int8 */
             value = size * ((float)rng_below(&seed, 127) + 0.5f) / 127;
         const uint16_t narrow =
             dtype == TL_F16 ? narrow_ref(value, 10, -14) : narrow_ref(value, 7, -126);
@@ -1150,7 +1150,8 @@ TEST(scales_that_rows_share_are_not_written)
     } bad[] = {
         {OF_TENSOR, TL_I8, TL_F32, "k_scale: rows of dtype = 5 share scales (strides 0, 0, 0)"},
         {OF_TENSOR, TL_I8, TL_F16, "k_scale"},
-        {OF_TOKENS, TL_F8_E4M3, TL_F32, "k_scale: rows of dtype = 3 share scales (strides 4, 0, 1)"},
+        {OF_TOKENS, TL_F8_E4M3, TL_F32,
+         "k_scale: rows of dtype = 3 share scales (strides 4, 0, 1)"},
         {OF_TOKENS, TL_I8, TL_BF16, "k_scale"},
         {OF_HEADS, TL_F8_E4M3, TL_F32, "k_scale"},
         {OF_HEADS, TL_I8, TL_F32, "k_scale"},

@@ -52,6 +52,7 @@ PER_ISA = (
     "kernels/attn_score",
     "kernels/attn_values",
     "kernels/attn_walk",
+    "kernels/attn_widen",
     "kernels/kv_format",
 )
 # Sources in which no fault can be planted that compiles and changes what the library does here.
