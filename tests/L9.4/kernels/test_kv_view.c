@@ -546,6 +546,9 @@ TEST(scales_may_be_shared_and_lie_anywhere)
     view.n_blocks = view.n_kv_heads = 1;
     view.k_scale_block_stride = view.v_scale_head_stride = INT64_MAX;
     CHECK_STATUS(check_view(&view), TL_OK);
+    view = sound_eights(); /* no blocks have no last scale */
+    view.n_blocks = 0, view.block_tokens = INT64_MAX, view.k_scale_token_stride = INT64_MAX;
+    CHECK_STATUS(check_view(&view), TL_OK);
 }
 
 /* Whether in some order of the axes each steps over all that those before it span. */
