@@ -89,6 +89,7 @@ EXPECTED = {
     "tinyllm_kv_blocks_saved": ("gauge", 1),
     "tinyllm_kv_blocks_cached": ("gauge", 1),
     "tinyllm_kv_blocks_high_water": ("gauge", 7),
+    "tinyllm_kv_bytes": ("gauge", 256),
     "tinyllm_kv_tokens": ("gauge", 21),
     "tinyllm_kv_tail_waste_tokens": ("gauge", 7),
     "tinyllm_kv_sequences": ("gauge", 3),

@@ -323,9 +323,8 @@ def _pieces(ra: Recording, a: Call, rb: Recording, b: Call) -> Iterator[Finding]
             if kept[0] is not None and kept[1] is not None:
                 x, y = kept[0][side], kept[1][side]
                 at = tuple(int(i) for i in np.unravel_index(int((x != y).argmax()), x.shape))
-                where |= dict(
-                    zip(("kv_head", "element"), at[1:], strict=False), position=low + at[0]
-                )
+                names = ("position", "kv_head", "element")  # a scale has no element
+                where |= dict(zip(names, (low + at[0], *at[1:]), strict=False))
                 dtype = a.dtype if side < 2 else "float32"
                 values = [Value.of(codes[at], dtype) for codes in (x, y)]
                 distance = None if dtype == "int8" else int(ulps(x[at], y[at]))
