@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, Final, Protocol
@@ -393,5 +394,6 @@ DIGESTS: Final[dict[str, str]] = {
 def main() -> None:
     """For a process of its own, since an instruction set is chosen once: prints its digests."""
     lib = load()
+    warnings.filterwarnings("ignore", "append: .* has nothing for")  # NaN is appended on purpose
     digests = {threads: compute(Library(lib, threads)) for threads in THREADS}
     print(json.dumps({"isa": lib.tl_isa_name().decode(), "digests": digests}), flush=True)

@@ -102,6 +102,7 @@ class PagedKVCache(NotCopied):
     n_layers: int
     n_kv_heads: int
     d_head: int
+    dtype: str
 
     @overload
     def __init__(
@@ -154,7 +155,7 @@ class PagedKVCache(NotCopied):
         self._handle = Handle(fn, lib.tl_kv_pool_destroy)
         self._finalizer = weakref.finalize(self, self._handle.release)
         self._finalizer.atexit = False  # Handle has its own way to end with the interpreter
-        self._blocks = Blocks(lib, self._handle, form)
+        self._blocks, self.dtype = Blocks(lib, self._handle, form), form.name
         self._sequences: dict[Hashable, CachedSequence] = {}
         self._version = 0  # changes whenever a table of a live sequence does
         self._spare: list[BatchTable] = []
@@ -415,11 +416,6 @@ class PagedKVCache(NotCopied):
         return self._handle.address
 
     @property
-    def dtype(self) -> str:
-        """What K and V are stored as."""
-        return self._blocks.form.name
-
-    @property
     def nbytes(self) -> int:
         """Bytes of K and V of all blocks, scales included. They are reserved, and taken when a
         block is used."""
@@ -503,6 +499,7 @@ class PagedKVCache(NotCopied):
 
         Raises: TypeError for a cache of another dtype; ValueError as ``gather``.
         """
+        self._refuse_closed()
         if not self._blocks.form.has_scales:
             raise TypeError(f"gather_codes: the cache is {self.dtype}, which has no scales: gather")
         k, v, k_scales, v_scales = self._gathered(

@@ -526,7 +526,7 @@ def test_whatever_stands_in_a_file_it_is_refused_or_can_be_drawn(
         return
     ET.fromstring(Picture(read).svg())
     assert max(map(len, Picture(read).text(80, colour=False).splitlines())) <= 80
-    assert prometheus(read).count("\n") == 3 * 16
+    assert prometheus(read).count("\n") == 3 * 19
     read.save(tmp_path / "again.json")
     assert Snapshot.load(tmp_path / "again.json") == read
 

@@ -605,6 +605,7 @@ def test_after_close_every_method_says_closed(lib: Lib) -> None:
         "block_table": lambda: cache.block_table("a"),
         "seq_len": lambda: cache.seq_len("a"),
         "gather": lambda: cache.gather("a", 0),
+        "gather_codes": lambda: cache.gather_codes("a", 0),
         "export_seq": lambda: cache.export_seq("a"),
         "import_seq": lambda: cache.import_seq("b", b""),
         "free": lambda: cache.free("a"),
@@ -626,7 +627,7 @@ def test_after_close_every_method_says_closed(lib: Lib) -> None:
         with pytest.raises(ClosedError, match="PagedKVCache is closed"):
             call()
     assert issubclass(ClosedError, RuntimeError)
-    assert repr(cache).endswith("d_head=1, closed)")
+    assert repr(cache).endswith("d_head=1, dtype='float16', closed)")
     pool = ThreadPool(2)
     assert repr(pool) == "ThreadPool(2)"
     pool.close()

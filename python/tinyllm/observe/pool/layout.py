@@ -204,7 +204,7 @@ def title(snapshot: Snapshot) -> str:
     return (
         f"KV cache: {plural(s.num_blocks, 'block')} of {plural(s.block_size, 'token')} "
         f"and {human_bytes(s.block_bytes)}; {plural(s.n_layers, 'layer')}, "
-        f"{plural(s.n_kv_heads, 'KV head')}, head dim {s.d_head}, {s.dtype}"
+        f"{plural(s.n_kv_heads, 'KV head')} of {s.d_head} {s.dtype}"
     )
 
 
