@@ -55,6 +55,7 @@ class Dtype:
 
 
 int16, bfloat16 = Dtype("torch.int16"), Dtype("torch.bfloat16")
+uint8, float8_e4m3fn = Dtype("torch.uint8"), Dtype("torch.float8_e4m3fn")
 
 
 class BfloatTensor(Tensor):
@@ -68,6 +69,16 @@ class BfloatTensor(Tensor):
     def view(self, dtype: Dtype) -> Tensor:
         assert dtype is int16
         return Tensor(self._a.view(np.int16))
+
+
+class FloatEightTensor(BfloatTensor):
+    """The same of float8_e4m3fn, made of its codes."""
+
+    dtype = float8_e4m3fn
+
+    def view(self, dtype: Dtype) -> Tensor:
+        assert dtype is uint8
+        return Tensor(self._a)
 
 
 def to_bfloat16(a: NDArray[np.float32]) -> BfloatTensor:
