@@ -238,3 +238,9 @@ def test_its_picture_tells_what_it_holds(model: Any, cache: PagedCache) -> None:
     assert repr(cache) == "PagedCache(num_blocks=32, block_size=4, sequences=0, columns=0)"
     read(model, cache, prompts(9, 9))
     assert repr(cache) == "PagedCache(num_blocks=32, block_size=4, sequences=2, columns=9)"
+
+
+def test_a_dtype_that_is_none_is_refused(model: Any) -> None:
+    for wrong in ("fp8", torch.float64, None):
+        with pytest.raises(TypeError, match="PagedCache: dtype must be one of float16, bfloat16"):
+            PagedCache(model.config, dtype=wrong)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import WITHOUT_EXPERTS, generate, models, padded, prompts
+from tiny import CACHE, WITHOUT_EXPERTS, generate, models, padded, prompts
 from tinyllm.hf import FixedTileLinear, PagedCache, forward_packed, make_batch_invariant, new_kv
 from torch import nn
 
@@ -67,6 +67,36 @@ def test_on_any_number_of_threads_a_sequence_has_the_bits_it_has_alone(threads: 
     make_batch_invariant(model)
     packed_is_alone(model)
     padded_is_alone(model)
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float16", torch.bfloat16, "float32", "int8", torch.float8_e4m3fn]
+)
+def test_in_every_dtype_a_text_has_the_bits_that_it_has_token_by_token(dtype: Any) -> None:
+    (model,) = models("llama", "tinyllm")
+    make_batch_invariant(model)
+    (text,) = prompts(23)
+    name = str(dtype).removeprefix("torch.")
+
+    def logits(*cuts: int) -> Any:
+        with PagedCache(model.config, num_blocks=32, block_size=4, dtype=dtype) as cache:
+            parts = zip((0, *cuts), (*cuts, len(text)), strict=True)
+            with torch.no_grad():
+                steps = [
+                    model(torch.tensor([text[begin:end]]), **{CACHE: cache}).logits
+                    for begin, end in parts
+                ]
+            assert cache.kv is not None and cache.kv.dtype == name
+            assert f"dtype={name!r}" in repr(cache) and copy.deepcopy(cache).kv is cache.kv
+        return torch.cat(steps, dim=1)
+
+    whole = logits()
+    assert same([logits(*range(1, 23))], [whole])
+    assert same([logits(9, 17)], [whole])
+    with new_kv(model.config, num_blocks=8, block_size=4, dtype=dtype) as kv:
+        kv.add_seq("a")
+        assert kv.dtype == name
+        assert same([forward_packed(model, kv, {"a": text})[0]], [whole[0, -1]])
 
 
 def packed_is_alone(model: Any) -> None:
