@@ -60,6 +60,9 @@ class Blocks:
         self.lib, self.handle, self.form = lib, handle, form
         self.fresh: NDArray[np.uint32] | None = None
         self.high_water = self.overflowed = 0
+        # What a write tells of its one sequence: where its tokens begin and end, its length.
+        self._span = np.zeros(3, np.int32)
+        self._starts, self._length = i32_ptr(self._span), i32_ptr(self._span[2:])
 
     def create(self, *sizes: int) -> None:
         """sizes: blocks, positions in one, layers, KV heads, elements of a row. Raises TlError."""
@@ -155,7 +158,7 @@ class Blocks:
         """K and V, checked in full, as ``write`` takes them."""
         (k, of_k), (v, of_v) = (as_array(fn, name, side) for name, side in (("k", k), ("v", v)))
         given, overflowed = of_k, 0
-        if of_k != of_v or of_k not in ("float16", "bfloat16"):
+        if of_k != of_v or of_k not in ("float32", "float16", "bfloat16"):
             rounded = as_f32_for_f16 if self.form.name == "float16" else as_f32
             wide, given = (k, v), "float32"
             k, v = rounded(fn, "k", k, of_k), rounded(fn, "v", v, of_v)
@@ -173,16 +176,14 @@ class Blocks:
 
     def write(self, layer: int, table: NDArray[np.uint32], begin: int, rows: Rows) -> None:
         """Stores rows in one layer of a sequence, from position ``begin`` on."""
-        k, v = rows.k, rows.v
-        n = k.shape[1]
-        starts, length = np.array([0, n], np.int32), np.array([begin + n], np.int32)
-        (k_head, k_token, _), (v_head, v_token, _) = (
-            [stride // a.itemsize for stride in a.strides] for a in (k, v)
-        )
+        k, v, n = rows.k, rows.v, rows.k.shape[1]
+        self._span[1:] = n, begin + n
+        itemsize = k.itemsize
+        (k_head, k_token, _), (v_head, v_token, _) = k.strides, v.strides
         self.lib.tl_kv_append(
-            self.handle.address, layer, u32_ptr(table), len(table), i32_ptr(starts),
-            i32_ptr(length), 1, k.ctypes.data, v.ctypes.data, rows.form.tl_dtype, k_token, k_head,
-            v_token, v_head, None,
+            self.handle.address, layer, u32_ptr(table), len(table), self._starts, self._length, 1,
+            k.ctypes.data, v.ctypes.data, rows.form.tl_dtype, k_token // itemsize,
+            k_head // itemsize, v_token // itemsize, v_head // itemsize, None,
         )  # fmt: skip
 
     def copy(self, source: int, target: int) -> None:
