@@ -261,7 +261,7 @@ static const char *row_of(const struct kv_tensor *from, int64_t head, int64_t to
            (head * from->head_stride + token * from->token_stride) * from->elem;
 }
 
-/* Of one tensor n tokens of one head, in slots of one block from `slot` on. */
+/* Of one tensor n tokens of one head, into slots of one block from `slot` on; n > 0. */
 static void write_head(const struct append *a, const struct kv_tensor *from, int64_t head,
                        int64_t token, int64_t n, char *slab, int64_t slot, bool *lost)
 {
@@ -278,22 +278,29 @@ static void write_head(const struct append *a, const struct kv_tensor *from, int
     tl_kv_store_rows(&a->store, &rows, lost);
 }
 
-/* All heads of one token. */
-static void write_token(const struct append *a, const struct kv_tensor *from, int64_t token,
-                        char *slab, int64_t slot, bool *lost)
+/* The same of all heads, one token after another. */
+static void write_heads(const struct append *a, const struct kv_tensor *from, int64_t token,
+                        int64_t n, char *slab, int64_t slot, bool *lost)
 {
     const struct kv_sizes *size = &a->kv->size;
-    const struct kv_rows rows = {.x = row_of(from, 0, token),
-                                 .y = slab + (size_t)slot * size->row,
-                                 .scale = size->scale ? kv_strip_scales(a->kv, slab) + slot : NULL,
-                                 .n = a->kv->cfg.n_kv_heads,
-                                 .dim = a->kv->cfg.head_dim,
-                                 .x_step = a->kv->cfg.n_kv_heads > 1
-                                               ? from->head_stride * from->elem
-                                               : 0, /* which may be anything */
-                                 .y_step = (int64_t)size->strip,
-                                 .scale_step = (int64_t)(size->strip / sizeof(float))};
-    tl_kv_store_rows(&a->store, &rows, lost);
+    const int64_t heads = a->kv->cfg.n_kv_heads;
+    struct kv_rows rows = {.x = row_of(from, 0, token),
+                           .y = slab + (size_t)slot * size->row,
+                           .scale = size->scale ? kv_strip_scales(a->kv, slab) + slot : NULL,
+                           .n = heads,
+                           .dim = a->kv->cfg.head_dim,
+                           /* the stride of one head may be anything */
+                           .x_step = heads > 1 ? from->head_stride * from->elem : 0,
+                           .y_step = (int64_t)size->strip,
+                           .scale_step = (int64_t)(size->strip / sizeof(float))};
+    for (;;) {
+        tl_kv_store_rows(&a->store, &rows, lost);
+        if (--n == 0)
+            return;
+        rows.x += from->token_stride * from->elem;
+        rows.y += size->row;
+        rows.scale += size->scale != 0;
+    }
 }
 
 /* A run, one tensor, in the order in which the source lies in memory: one head's tokens after
@@ -313,8 +320,7 @@ static void write_tensor(const struct append *a, const struct kv_tensor *from, b
             if (!by_token)
                 write_head(a, from, head, run->token + t, n, slab, slot, lost);
             else
-                for (int64_t i = 0; i < n; i++)
-                    write_token(a, from, run->token + t + i, slab, slot + i, lost);
+                write_heads(a, from, run->token + t, n, slab, slot, lost);
         }
     }
 }

@@ -146,16 +146,26 @@ int64_t tl_kv_unrepresentable(const struct kv_store *s, const void *x, int64_t n
 
 /* ---- rows under a watch ---- */
 
+/* f32 to f16, what pools hold most: all rows in one call. */
+static void store_f16_rows(const struct kv_store *s, const struct kv_rows *r, bool *lost)
+{
+    const int64_t x_step = r->x_step / (int64_t)sizeof(float),
+                  y_step = r->y_step / (int64_t)sizeof(uint16_t);
+    const bool is_gapless = x_step == r->dim && y_step == r->dim;
+    s->kernels->f32_to_f16_rows((const float *)(const void *)r->x, x_step,
+                                (uint16_t *)(void *)r->y, y_step, is_gapless ? 1 : r->n,
+                                is_gapless ? r->n * r->dim : r->dim, lost);
+}
+
 void tl_kv_store_rows(const struct kv_store *s, const struct kv_rows *r, bool *lost)
 {
+    if (s->from == TL_F32 && s->to == TL_F16) {
+        store_f16_rows(s, r, lost);
+        return;
+    }
     const int64_t x_row = kv_row_bytes(s->from, r->dim), y_row = kv_row_bytes(s->to, r->dim);
     const bool is_gapless = !r->scale && r->x_step == x_row && r->y_step == y_row;
     const int64_t rows = is_gapless ? 1 : r->n, n = is_gapless ? r->n * r->dim : r->dim;
-    if (s->from == TL_F32 && s->to == TL_F16) {
-        s->kernels->f32_to_f16_rows((const float *)(const void *)r->x, r->x_step / 4,
-                                    (uint16_t *)(void *)r->y, r->y_step / 2, rows, n, lost);
-        return;
-    }
     for (int64_t i = 0; i < rows; i++) {
         const char *x = r->x + i * r->x_step;
         char *y = r->y + i * r->y_step;
