@@ -62,9 +62,9 @@ def test_an_append_copies_nothing_on_the_way(
             offered.extend([key.data_ptr(), value.data_ptr()])
             return attend(layer, query, key, value, *rest)
 
-        def note(layer: int, table: Any, begin: int, k: Any, v: Any) -> None:
-            written.extend([k.ctypes.data, v.ctypes.data])
-            write(layer, table, begin, k, v)
+        def note(layer: int, table: Any, begin: int, rows: Any) -> None:
+            written.extend([rows.k.ctypes.data, rows.v.ctypes.data])
+            write(layer, table, begin, rows)
 
         monkeypatch.setattr(cache, "attend", watch)
         monkeypatch.setattr(blocks, "write", note)

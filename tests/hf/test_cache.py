@@ -235,9 +235,10 @@ def test_models_it_cannot_serve_are_refused(own: dict[str, Any], what: str) -> N
 
 
 def test_its_picture_tells_what_it_holds(model: Any, cache: PagedCache) -> None:
-    assert repr(cache) == "PagedCache(num_blocks=32, block_size=4, sequences=0, columns=0)"
+    sizes = "num_blocks=32, block_size=4, dtype='float16'"
+    assert repr(cache) == f"PagedCache({sizes}, sequences=0, columns=0)"
     read(model, cache, prompts(9, 9))
-    assert repr(cache) == "PagedCache(num_blocks=32, block_size=4, sequences=2, columns=9)"
+    assert repr(cache) == f"PagedCache({sizes}, sequences=2, columns=9)"
 
 
 def test_a_dtype_that_is_none_is_refused(model: Any) -> None:
