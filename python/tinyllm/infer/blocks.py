@@ -77,11 +77,19 @@ class Blocks:
 
     def stats(self) -> KvStats:
         """The pool's counters. Called after every allocation, for the high-water mark."""
+        stats = self._counters()
+        if stats.used > self.high_water:
+            self.high_water = stats.used
+        return stats
+
+    def unrepresentable(self) -> int:
+        """How many values so far the format had nothing for."""
+        return int(self._counters().unrepresentable)
+
+    def _counters(self) -> KvStats:
         stats = KvStats()
         self.lib.tl_kv_stats_get(self.handle.address, stats)
         stats.unrepresentable += self.overflowed
-        if stats.used > self.high_water:
-            self.high_water = stats.used
         return stats
 
     def take(self, n: int) -> NDArray[np.uint32] | None:

@@ -312,7 +312,7 @@ class PagedKVCache(NotCopied):
                 partial(setattr, self._blocks, "overflowed", overflowed),
                 *self._grown(sequence, layer, end, table, copied),
             )
-            lost = 0 if self._warned else self._blocks.stats().unrepresentable
+            lost = 0 if self._warned else self._blocks.unrepresentable()
         if lost:
             self._warned = True
             warnings.warn(self._lost(lost), UserWarning, stacklevel=2)
