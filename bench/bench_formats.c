@@ -106,7 +106,8 @@ static void fill(struct memory *m, const float *noise, int64_t n_noise, const st
     int64_t slots[BLOCK];
     const int64_t token = s->Hkv * s->D;
     for (int64_t block = 0; block < m->view.n_blocks; block++) {
-        const float *k = noise + block * 1237 % (n_noise - BLOCK * token), *v = noise + block * 4057 % (n_noise - BLOCK * token);
+        const int64_t room = n_noise - BLOCK * token;
+        const float *k = noise + block * 1237 % room, *v = noise + block * 4057 % room;
         for (int i = 0; i < BLOCK; i++)
             slots[i] = block * BLOCK + i;
         expect(tl_kv_write_slots(&m->view, slots, BLOCK, k, v, TL_F32, token, s->D, token, s->D));

@@ -131,8 +131,9 @@ V16_INLINE void add_columns(job_t *job, int r0, int n_rows, struct run run,
     const int whole = V16_COLS(n_rows), half = (whole + 1) / 2, quarter = (half + 1) / 2,
               lanes = V16_REG_LANES;
     int64_t c = 0;
-#define PASS(n_regs)                                                                                \
-    add_values(job, r0, n_rows, run, rows, stored, columns, c, n_regs, lanes, dtype, stored_dtype), \
+#define PASS(n_regs)                                                                       \
+    add_values(job, r0, n_rows, run, rows, stored, columns, c, n_regs, lanes, dtype,       \
+               stored_dtype),                                                              \
         c += n_regs * lanes
     while (columns.width - c >= whole * lanes &&
            (whole == 2 * half || columns.width - c != 2 * half * lanes))

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT */
-/* attn_widen.h: K and V of e4m3, widened to f16 a tile at a time in the nearest cache, so that every
- * row of a job reads them as f16: exactly, NaN included, but for a factor of 2^-8, which the scales
- * give back (take_scales). Part of attn_rows.isa.c. */
+/* attn_widen.h: K and V of e4m3, widened to f16 a tile at a time in the nearest cache, so that
+ * every row of a job reads them as f16: exactly, NaN included, but for a factor of 2^-8, which the
+ * scales give back (take_scales). Part of attn_rows.isa.c. */
 #ifndef TL_ATTN_WIDEN_H
 #define TL_ATTN_WIDEN_H
 
