@@ -14,6 +14,8 @@ What happens
      instead of written; all on 1 and on 2 threads; the text read in one call into blocks of another
      size; and a small run in a second process, without vector instructions. The logits must be
      equal, bit for bit.
+  6. With --kv NAME K and V are stored as that dtype, and what this saves and changes is shown
+     beside float16.
 
 The exit status is 0 when all bits are equal, 1 when any differs, 2 when something needed is
 missing.
@@ -35,6 +37,7 @@ from typing import Final
 
 try:
     from screen import FREE, SHARED, Screen, owners_of
+    from smollm2.compare import read_beside
     from smollm2.fetch import MODEL_NAME, FetchError, model_path
     from smollm2.generate import Answer, ask, digest_of, prefill
     from smollm2.gguf import GGUF, GGUFError
@@ -66,6 +69,7 @@ NAMES: Final = "12345678"  # the questions' sequences
 STORY: Final = "T"  # the sequence of the shared prompt
 ALONE: Final = NAMES[2]  # the question that is asked once more by itself
 
+KINDS: Final = ("float16", "bfloat16", "float32", "int8", "float8_e4m3fn")  # of K and V
 BLOCK_TOKENS: Final = 16
 OTHER_BLOCK_TOKENS: Final = 64
 CHUNK: Final = 512
@@ -137,7 +141,7 @@ def main() -> int:
         isa = load().tl_isa_name().decode()
         actors = cast_of(args, screen)
         if args.digest_of_small_run:
-            print(json.dumps({"isa": isa, "digest": small_run(actors)}))
+            print(json.dumps({"isa": isa, "digest": small_run(actors, args.kv)}))
             return 0
         return Show(args, screen, actors, isa).run()
     except (CannotRun, FileNotFoundError, AbiMismatch, TlError, GGUFError, MissingPackage) as error:
@@ -177,6 +181,13 @@ def arguments() -> argparse.Namespace:
         type=positive,
         metavar="N",
         help="the longest answer (default 40, with --short 8)",
+    )
+    add(
+        "--kv",
+        choices=KINDS,
+        default=KINDS[0],
+        metavar="NAME",
+        help=f"what K and V are stored as: {', '.join(KINDS)} (default {KINDS[0]})",
     )
     add("--digest-of-small-run", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -251,9 +262,10 @@ class Show:
         begin = time.perf_counter()
         self.screen.say(f"model: {self.title()}")
         with Crew(self.args.threads) as crew:
-            self.screen.say(f"tinyllm: {self.isa}, {threads_text(crew.threads)}")
+            stored = "" if self.args.kv == KINDS[0] else f", K and V in {self.args.kv}"
+            self.screen.say(f"tinyllm: {self.isa}, {threads_text(crew.threads)}{stored}")
             n_blocks = blocks_for(len(self.story), self.longest, BLOCK_TOKENS)
-            with self.model.new_cache(n_blocks, BLOCK_TOKENS) as cache:
+            with self.model.new_cache(n_blocks, BLOCK_TOKENS, self.args.kv) as cache:
                 self.read(cache, crew)
                 shown = self.answer(cache, crew)
                 self.draw_pool(cache, n_blocks)
@@ -262,7 +274,10 @@ class Show:
                 )
                 self.prove_on(cache, crew, shown)
             self.prove_afresh(crew, shown)
-        return self.conclude(time.perf_counter() - begin)
+            status = self.conclude(time.perf_counter() - begin)
+            if stored:
+                self.weigh(crew, n_blocks, shown)
+        return status
 
     def title(self) -> str:
         c = self.model.config
@@ -333,7 +348,7 @@ class Show:
         copied = sum(tables[name][last] != tables[STORY][last] for name in NAMES)
         apart = sum(len(tables[name]) for name in NAMES)
         together = len({block for name in NAMES for block in tables[name]})
-        size = self.model.block_bytes(BLOCK_TOKENS)
+        size = cache.nbytes // cache.num_blocks
 
         screen.heading(
             f"The pool: {n_blocks} blocks of {BLOCK_TOKENS} tokens, {size / 1024:.0f} KiB each"
@@ -399,7 +414,7 @@ class Show:
 
         def in_one_call() -> tuple[str, str]:
             n_blocks = blocks_for(len(self.story), self.longest, OTHER_BLOCK_TOKENS)
-            with self.model.new_cache(n_blocks, OTHER_BLOCK_TOKENS) as cache:
+            with self.model.new_cache(n_blocks, OTHER_BLOCK_TOKENS, self.args.kv) as cache:
                 prefill(self.model, cache, STORY, self.story, crew, len(self.story))
                 return self.again(cache, NAMES, crew, shown)
 
@@ -407,7 +422,9 @@ class Show:
             f"all eight, text read in one call, blocks of {OTHER_BLOCK_TOKENS}", in_one_call
         )
         what = f"a short text: {self.isa}, and TINYLLM_ISA=scalar"
-        self.compare(what, lambda: (small_run(self.actors), scalar_process(self.args)))
+        self.compare(
+            what, lambda: (small_run(self.actors, self.args.kv), scalar_process(self.args))
+        )
 
     def conclude(self, seconds: float) -> int:
         say, paint = self.screen.say, self.screen.paint
@@ -419,13 +436,41 @@ class Show:
         say(f"  every logit has the same bits every time ({seconds:.0f} s in all)")
         return 0
 
+    # --- what another dtype saves and changes ---
 
-def small_run(actors: Actors) -> str:
+    def weigh(self, crew: Crew, n_blocks: int, shown: Mapping[str, Answer]) -> None:
+        """The bytes, the text read and the questions answered again, beside float16."""
+        screen, kind, end = self.screen, self.args.kv, self.actors.tokenizer.end
+        screen.heading(f"K and V in {kind}, beside float16")
+        new_cache = partial(self.model.new_cache, n_blocks, BLOCK_TOKENS)
+        with new_cache() as plain, new_cache(kind) as cache:
+            tokens = n_blocks * BLOCK_TOKENS
+            screen.say(
+                f"  {cache.nbytes // tokens} bytes a token for {plain.nbytes // tokens}, the pool "
+                f"{cache.nbytes / 1e6:.1f} MB for {plain.nbytes / 1e6:.1f}: "
+                f"{cache.nbytes / plain.nbytes - 1:+.0%}"
+            )
+            (text,) = read_beside(self.model, plain, [cache], STORY, self.story, crew)
+            screen.say(
+                f"  after {text.kept.mean():.1%} of the text's {len(self.story)} tokens the "
+                f"likeliest next one is the same; mean KL divergence {text.kl.mean():.1e}"
+            )
+            answers = ask(self.model, plain, STORY, self.questions, crew, self.limit, end)
+        differing = [name for name in NAMES if answers[name].ids != shown[name].ids]
+        screen.say(f"  {len(NAMES) - len(differing)} of {len(NAMES)} answers are the same")
+        for name in differing:
+            pairs = zip(answers[name].ids, shown[name].ids, strict=False)
+            first = [a == b for a, b in pairs].index(False) + 1
+            spoken = self.actors.spoken(answers[name])
+            screen.say(f"  {name}. differs from token {first} on; in float16: {spoken}")
+
+
+def small_run(actors: Actors, kind: str) -> str:
     """The digest of a run so small that a second process can repeat it on scalar code."""
     story, questions = actors.story(SCALAR.text)[:96], actors.questions()
     two = {name: questions[name] for name in NAMES[:2]}
     n_blocks = blocks_for(len(story), max(map(len, two.values())) + SCALAR.answer, BLOCK_TOKENS)
-    with Crew(1) as crew, actors.model.new_cache(n_blocks, BLOCK_TOKENS) as cache:
+    with Crew(1) as crew, actors.model.new_cache(n_blocks, BLOCK_TOKENS, kind) as cache:
         prefill(actors.model, cache, STORY, story, crew, CHUNK)
         answers = ask(actors.model, cache, STORY, two, crew, SCALAR.answer, actors.tokenizer.end)
         return digest_of(list(answers.values()), SCALAR.proof)
@@ -434,6 +479,7 @@ def small_run(actors: Actors) -> str:
 def scalar_process(args: argparse.Namespace) -> str:
     """small_run where tinyllm runs its scalar code; what went wrong takes the digest's place."""
     command = [sys.executable, str(Path(__file__).resolve()), "--digest-of-small-run"]
+    command += ["--kv", args.kv]
     command += ["--random"] if args.random else ["--model", str(args.model)]
     environment = {**os.environ, "TINYLLM_ISA": "scalar"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

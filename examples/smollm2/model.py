@@ -2,10 +2,10 @@
 """A llama-type transformer in numpy, its attention by tinyllm over a paged KV cache.
 
 One method does all the work: :meth:`Model.forward` takes new tokens for any number of sequences,
-stores their K and V in the cache and returns each sequence's next-token logits. Where every
-sequence brings one token that is a decode step (one `paged_attention_decode` call a layer);
-otherwise it is prefill (`flash_attention`, a call a sequence). Prefill attends to K and V as the
-cache holds them, rounded to float16: that is what decode will see, so both give the same bits.
+stores their K and V in the cache and returns next-token logits. Prefill, decode and any mixture of
+them are one `paged_attention` call a layer, over K and V as the cache holds them: so all give the
+same bits, whatever the dtype of the cache. (`flash_attention` over what `gather` reads back would
+differ in int8 and float8_e4m3fn, whose scales the call applies to sums, not to every element.)
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-from tinyllm import PagedKVCache, flash_attention, paged_attention_decode
+from tinyllm import PagedKVCache, paged_attention
 
 from .gguf import GGUF, GGUFError
 from .rows import (
@@ -81,16 +81,12 @@ class _Rows:
 
     names: list[str]
     starts: list[int]
-    offsets: list[int]  # the position of each sequence's first new token
     cos: Floats
     sin: Floats
 
     @property
     def n(self) -> int:
         return self.starts[-1]
-
-    def is_decode(self) -> bool:
-        return self.n == len(self.names)
 
 
 class Model:
@@ -103,19 +99,23 @@ class Model:
         self._eps = np.float32(config.eps)
         self._cos, self._sin = rotation_table(config.context, config.head_dim, config.rope_base)
 
-    def new_cache(self, n_blocks: int, block_tokens: int) -> PagedKVCache:
+    def new_cache(self, n_blocks: int, block_tokens: int, dtype: str = "float16") -> PagedKVCache:
         c = self.config
-        return PagedKVCache(None, n_blocks, block_tokens, c.layers, c.kv_heads, c.head_dim)
-
-    def block_bytes(self, block_tokens: int) -> int:
-        c = self.config
-        return c.layers * 2 * c.kv_width * block_tokens * 2
+        return PagedKVCache(
+            None, n_blocks, block_tokens, c.layers, c.kv_heads, c.head_dim, dtype=dtype
+        )
 
     def forward(
-        self, cache: PagedKVCache, work: Work, crew: Crew, clock: Clock | None = None
+        self,
+        cache: PagedKVCache,
+        work: Work,
+        crew: Crew,
+        clock: Clock | None = None,
+        *,
+        every: bool = False,
     ) -> Floats:
         """Store the new tokens of `work` and return the logits after each sequence's last one,
-        [len(work), vocabulary]."""
+        [len(work), vocabulary]; with `every` those after every token."""
         clock = clock if clock is not None else Clock()
         begin = time.perf_counter()
         rows = self._lay_out(cache, work)
@@ -127,14 +127,14 @@ class Model:
             gate_up = layer.gate_up(rms_norm(x, layer.ffn_norm, self._eps), crew)
             gate, up = np.split(gate_up, 2, axis=1)
             x += layer.down(silu(gate) * up, crew)
-        last = x[[end - 1 for end in rows.starts[1:]]]
+        last = x[: rows.n] if every else x[[end - 1 for end in rows.starts[1:]]]
         logits = self.head(rms_norm(last, self.norm, self._eps), crew)
         clock.total += time.perf_counter() - begin
         return logits
 
     def _lay_out(self, cache: PagedKVCache, work: Work) -> _Rows:
         names: list[str] = []
-        starts, offsets = [0], list[int]()
+        starts = [0]
         positions: list[int] = []
         for name, tokens in work:
             offset, n = cache.seq_len(name), len(tokens)
@@ -147,9 +147,8 @@ class Model:
                 )
             names.append(name)
             starts.append(starts[-1] + n)
-            offsets.append(offset)
             positions.extend(range(offset, offset + n))
-        return _Rows(names, starts, offsets, self._cos[positions], self._sin[positions])
+        return _Rows(names, starts, self._cos[positions], self._sin[positions])
 
     def _embed(self, tokens: list[int]) -> Floats:
         if not all(0 <= token < self.config.vocabulary for token in tokens):
@@ -176,22 +175,11 @@ class Model:
         for i, name in enumerate(rows.names):
             mine = slice(rows.starts[i], rows.starts[i + 1])
             cache.append(name, layer, _heads_first(k[mine]), _heads_first(v[mine]))
-        if rows.is_decode():
-            paged_attention_decode(
-                q, cache, rows.names, layer, threads=crew.pool, out=out[: rows.n]
-            )
-        else:
-            for i, name in enumerate(rows.names):
-                mine = slice(rows.starts[i], rows.starts[i + 1])
-                keys, values = (a.astype(np.float32)[None] for a in cache.gather(name, layer))
-                o = flash_attention(
-                    _heads_first(q[mine])[None],
-                    keys,
-                    values,
-                    q_offset=rows.offsets[i],
-                    threads=crew.pool,
-                )
-                out[mine] = o[0].transpose(1, 0, 2)
+        with cache.batch(rows.names, layer) as batch:
+            paged_attention(
+                q, cache.view(layer), batch.tables, batch.lengths,
+                cu_seqlens_q=rows.starts, threads=crew.pool, out=out[: rows.n],
+            )  # fmt: skip
         clock.attention += time.perf_counter() - begin
         return out.reshape(len(qkv), c.q_width)
 
