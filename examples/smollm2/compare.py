@@ -41,18 +41,18 @@ def read_beside(
     parts: list[list[Divergence]] = [[] for _ in others]
     for begin in range(0, len(tokens), _CHUNK):
         work = [(name, tokens[begin : begin + _CHUNK])]
-        wanted = model.forward(expected, work, crew, every=True)
+        wanted = log_softmax(model.forward(expected, work, crew, every=True))
         for cache, own in zip(others, parts, strict=True):
             own.append(divergence(wanted, model.forward(cache, work, crew, every=True)))
         progress(min(begin + _CHUNK, len(tokens)), len(tokens))
     return [Divergence(*map(np.concatenate, zip(*own, strict=True))) for own in parts]
 
 
-def divergence(expected: Floats, found: Floats) -> Divergence:
-    """Of logits [n, vocabulary]."""
-    p, q = log_softmax(expected), log_softmax(found)
-    kl: Doubles = (np.exp(p) * (p - q)).sum(axis=1)
-    return Divergence(kl, expected.argmax(axis=1) == found.argmax(axis=1))
+def divergence(expected: Doubles, found: Floats) -> Divergence:
+    """Of logits [n, vocabulary] from ``log_softmax`` of the expected ones."""
+    own = log_softmax(found)
+    kl: Doubles = (np.exp(expected) * (expected - own)).sum(axis=1)
+    return Divergence(kl, expected.argmax(axis=1) == own.argmax(axis=1))
 
 
 def log_softmax(logits: Floats) -> Doubles:
