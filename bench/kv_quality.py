@@ -40,7 +40,7 @@ from smollm2.model import Model, from_gguf
 from smollm2.rows import Crew, Floats
 from smollm2.tokenizer import BpeTokenizer
 from tinyllm import PagedKVCache
-from tinyllm.ffi.libtinyllm import Lib, f32_ptr, load
+from tinyllm.ffi.libtinyllm import Lib, f32_ptr, load, u8_ptr
 
 TEXT = Path(__file__).resolve().parents[1] / "examples/alice.txt"
 STARTS, LENGTH = (0, 740, 1480), 1400
@@ -59,9 +59,8 @@ class ScaleOne(PagedKVCache):
 def through_e4m3(lib: Lib, x: Floats) -> Floats:
     """Rounded to e4m3, which saturates, and widened again."""
     codes, y = np.empty(x.shape, np.uint8), np.empty(x.shape, np.float32)
-    pointer = np.ctypeslib.as_ctypes(codes.reshape(-1))
-    lib.tl_f32_to_e4m3_n(f32_ptr(np.ascontiguousarray(x)), pointer, x.size)
-    lib.tl_e4m3_to_f32_n(pointer, f32_ptr(y), x.size)
+    lib.tl_f32_to_e4m3_n(f32_ptr(np.ascontiguousarray(x)), u8_ptr(codes), x.size)
+    lib.tl_e4m3_to_f32_n(u8_ptr(codes), f32_ptr(y), x.size)
     return y
 
 

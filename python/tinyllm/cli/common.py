@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+from tinyllm._kv_format import FORMATS
 from tinyllm._terminal import wants_colour
 from tinyllm.ffi.libtinyllm import Lib, load, signatures
 
@@ -135,3 +136,10 @@ def heads(text: str) -> tuple[int, int]:
     if parts[0] % parts[-1]:
         raise argparse.ArgumentTypeError(f"{text}: {parts[0]} is no multiple of {parts[-1]}")
     return parts[0], parts[-1]
+
+
+def kv_dtype(text: str) -> str:
+    """What K and V are stored as, by name."""
+    if text not in FORMATS:
+        raise argparse.ArgumentTypeError(f"{text}: not one of {', '.join(FORMATS)}")
+    return text

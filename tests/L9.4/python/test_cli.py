@@ -145,6 +145,8 @@ def test_help_of_a_command_has_examples_that_its_parser_takes(name: str, here: R
         (["bench", "--threads", "5000"], "tinyllm bench: --threads 5000: not within 0 .. 4096"),
         (["bench", "--block", "0"], "tinyllm bench: --block 0: not within"),
         (["bench", "--window", "x"], "tinyllm bench: --window x: not a whole number"),
+        (["bench", "--dtype", "fp8"], "tinyllm bench: --dtype fp8: not one of float16, bfloat16, "),
+        (["bench", "--dtype", "int8,"], "tinyllm bench: --dtype : not one of float16, "),
         (["bench", "--seconds", "nan"], "tinyllm bench: --seconds nan: not a number of seconds"),
         (["bench", "--seconds", "0"], "tinyllm bench: --seconds 0: not a number of seconds"),
         (
@@ -470,6 +472,46 @@ def test_bench_in_json_counts_the_bytes_that_a_call_reads(here: Run) -> None:
         assert 0 <= s["error_of_largest_value"] < 1e-5
 
 
+DTYPES = ("float16", "bfloat16", "float32", "int8", "float8_e4m3fn")
+
+
+@pytest.mark.usefixtures("small_cache")
+def test_bench_sets_every_dtype_beside_float16(here: Run) -> None:
+    text = good(here("bench", *SMALL, "--ctx", "3,90", "--dtype", "int8,float32,int8"))
+    line = r"^  (\w+) .*% +\d+\.\d\d$"
+    assert re.findall(line, text, re.MULTILINE) == ["float16", "int8", "float32"] * 4
+    assert re.findall(r"^ctx .*$", text, re.MULTILINE) == [
+        f"ctx {ctx}, batch 1, {threads}" for ctx in (3, 90) for threads in ("1 thread", "2 threads")
+    ]
+    assert all(len(line) <= 80 for line in text.splitlines())
+
+
+@pytest.mark.usefixtures("small_cache")
+def test_bench_counts_the_bytes_of_every_dtype(here: Run, lib: Lib) -> None:
+    argv = ("--heads", "4/2", "--dim", "7", "--block", "5", "--ctx", "12", "--window", "9")
+    done = here("bench", *argv, "--json", "--seconds", "0.05", "--dtype", ",".join(DTYPES[1:]))
+    shapes = json.loads(good(done))["shapes"]
+    assert [s["dtype"] for s in shapes] == list(DTYPES)
+    for s, row in zip(shapes, (14, 14, 28, 11, 11), strict=True):
+        assert s["call_bytes"] == 2 * 9 * 2 * row
+        with tinyllm.PagedKVCache(lib, 3, 5, s["layers"], 2, 7, dtype=s["dtype"]) as cache:
+            assert s["pool_bytes"] == cache.nbytes
+        assert 0 <= s["error_of_largest_value"] < 1e-5
+        assert s["times_as_fast_as_float16"] > 0
+    assert shapes[0]["times_as_fast_as_float16"] == 1
+    alone = json.loads(good(here("bench", *argv, "--json", "--seconds", "0.01")))["shapes"]
+    assert [s["times_as_fast_as_float16"] for s in alone] == [None]
+
+
+def test_bench_knows_what_a_cache_holds(lib: Lib) -> None:
+    x = np.random.default_rng(0).standard_normal((9, 24), np.float32)
+    bits = reference.bf16_to_f32(reference.f32_to_bf16(x))
+    stored = [reference.stored_to_f32(*f(x)) for f in (reference.store_i8, reference.store_e4m3)]
+    for dtype, wanted in zip(DTYPES, (x.astype(np.float16), bits, x, *stored), strict=True):
+        held = bench.as_stored(lib, x, dtype)
+        assert held.dtype == np.float64 and (held == wanted).all(), dtype
+
+
 def test_bench_goes_through_four_times_the_cache_or_what_memory_has_room_for() -> None:
     shape = bench.Shape(32, 8, 128, 1024, 1, 16, 0, 1)
     assert shape.layer_bytes == shape.call_bytes == 4 << 20
@@ -480,6 +522,8 @@ def test_bench_goes_through_four_times_the_cache_or_what_memory_has_room_for() -
     )  # 4 GiB each, hardly seen
     assert replace(shape, ctx=1, batch=2048).fitted(None, 1 << 30).layers == 4  # 2048 appends each
     assert replace(shape, ctx=1).fitted(None, 1 << 30).layers == 1024
+    assert replace(shape, dtype="int8").fitted(1 << 40, 33 << 20).layers == 64
+    assert shape.fitted(256 << 20, 1 << 30, 2).layers < shape.fitted(256 << 20, 1 << 30).layers / 2
     tight = shape.fitted(64 << 20, 32 << 20)
     assert 1 <= tight.layers < 16 and tight.layers * (4 << 20) + tight.other_bytes <= 0.8 * (
         64 << 20
@@ -505,7 +549,7 @@ def test_bench_measures_shapes_at_the_edges(argv: tuple[str, ...]) -> None:
 def test_bench_refuses_what_does_not_fit_before_it_takes_memory(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def forbidden(*args: Any) -> None:
+    def forbidden(*args: Any, **sizes: Any) -> None:
         raise AssertionError("memory was taken")
 
     monkeypatch.setattr(machine, "memory", lambda: (1 << 30, 100 << 20))
@@ -517,6 +561,11 @@ def test_bench_refuses_what_does_not_fit_before_it_takes_memory(
         and "100 MiB" in said.err
     )
     assert said.out == ""
+    argv = ["--ctx", "5000", "--heads", "8/2"]
+    assert cli.main(["bench", *argv, "--dtype", ",".join(DTYPES)]) == 2
+    assert "--ctx 5000 --batch 1 takes " in capsys.readouterr().err  # five fit only one by one
+    with pytest.raises(AssertionError, match="memory was taken"):
+        cli.main(["bench", *argv])
 
 
 @pytest.mark.usefixtures("lib", "small_cache")
