@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, Protocol
 
@@ -31,6 +31,7 @@ Array = NDArray[Any]
 NUMERICS_VERSION: Final = 2
 THREADS: Final = (1, 2)
 _MASK: Final = 2**64 - 1
+_E4M3: Final = "float8_e4m3fn"
 
 
 # --- numbers
@@ -74,6 +75,11 @@ class Numbers:
         codes: NDArray[np.uint16] = upper.astype(np.uint16)
         return codes
 
+    def eights(self, kind: str, *shape: int) -> Array:
+        """Codes of int8, or of float8_e4m3fn as uint8 and without NaN."""
+        codes: Array = (self.bits(*shape) >> np.uint64(56)).astype(np.uint8)
+        return codes.view(np.int8) if kind == "int8" else codes - (codes & 0x7F == 0x7F)
+
     def order(self, n: int) -> NDArray[np.int64]:
         """0 .. n - 1, shuffled."""
         return np.argsort(self.bits(n), kind="stable")
@@ -96,13 +102,24 @@ class Engine(Protocol):
     K and V of a sequence are [Hkv, T, D], of blocks [n_blocks, Hkv, b, D].
     """
 
-    def decode(self, q: Array, kv: list[tuple[Array, Array]], scale: float, window: int) -> Array:
-        """One new token of each sequence: q [B, H, D], K and V float16."""
+    def decode(
+        self, q: Array, kv: list[tuple[Array, Array]], scale: float, window: int, dtype: str
+    ) -> Array:
+        """One new token of each sequence: q [B, H, D], K and V float16, or float32 to be stored as
+        ``dtype``."""
+
+    def rows(self, dtype: str, k: Array, v: Array) -> list[Array]:
+        """What a cache of ``dtype`` holds of float32 K and V, as it reads it back; of eight bits
+        the codes and the scales too."""
+
+    def write(self, x: Array, scale: np.float32) -> Array:
+        """Codes of e4m3 that rows float32 [T, D] become in a view with this one scale."""
 
     def paged(
         self, q: Array, k: Array, v: Array, tables: Array, lengths: Array, **options: Any
     ) -> list[Array]:
-        """[out, lse] of ``paged_attention``; K and V float16, float32, or bfloat16 as uint16."""
+        """[out, lse] of ``paged_attention``; K and V float16, float32, bfloat16 as uint16, int8, or
+        e4m3 as uint8, the last two with k_scale and v_scale."""
 
     def flash(self, q: Array, k: Array, v: Array, **options: Any) -> list[Array]:
         """[out, lse] of ``flash_attention``."""
@@ -116,8 +133,9 @@ class Engine(Protocol):
     def convert(self, name: str, x: Array) -> Array:
         """The conversion ``name``: "f32_to_f16" and the like."""
 
-    def envelope(self, k: Array, v: Array, block_tokens: int, tokens: Array) -> bytes:
-        """The export of a sequence, K, V float16 [layers, Hkv, T, D]; full blocks registered."""
+    def envelope(self, k: Array, v: Array, block_tokens: int, tokens: Array, dtype: str) -> bytes:
+        """The export of a sequence, K and V [layers, Hkv, T, D] of float16, or float32 to be stored
+        as ``dtype``; full blocks registered."""
 
 
 class Library:
@@ -126,18 +144,19 @@ class Library:
     def __init__(self, lib: Lib, threads: int) -> None:
         self._lib, self._threads = lib, threads
 
-    def decode(self, q: Array, kv: list[tuple[Array, Array]], scale: float, window: int) -> Array:
+    def decode(
+        self, q: Array, kv: list[tuple[Array, Array]], scale: float, window: int, dtype: str
+    ) -> Array:
         """Through a cache whose sequences grew side by side, over blocks that were used before."""
         (n_kv, _, width), batch, piece = kv[0][0].shape, range(len(kv)), 48
         longest = max(k.shape[1] for k, _ in kv)
         with tinyllm.PagedKVCache(
-            self._lib, len(kv) * (longest // 16 + 2), 16, 2, n_kv, width
+            self._lib, len(kv) * (longest // 16 + 2), 16, 2, n_kv, width, dtype=dtype
         ) as cache:
             for s in batch:
                 cache.add_seq(s)
-                cache.append(
-                    s, 1, *(np.full((n_kv, 16 * (2 * s + 1), width), np.nan, np.float16),) * 2
-                )
+                used = np.full((n_kv, 16 * (2 * s + 1), width), np.nan, np.float16)
+                append_anything(cache, s, 1, used, used)
             for s in batch:
                 cache.truncate(s, 0)
             for begin in range(0, longest, piece):
@@ -148,11 +167,29 @@ class Library:
                 q, cache, list(batch), 1, scale=scale, window=window, threads=self._threads
             )
 
+    def rows(self, dtype: str, k: Array, v: Array) -> list[Array]:
+        n_kv, n, width = k.shape
+        with tinyllm.PagedKVCache(self._lib, n, 16, 1, n_kv, width, dtype=dtype) as cache:
+            cache.add_seq(0)
+            append_anything(cache, 0, 0, k, v)
+            codes = cache.gather_codes(0, 0) if dtype in ("int8", _E4M3) else ()
+            return [*cache.gather(0, 0), *codes]
+
+    def write(self, x: Array, scale: np.float32) -> Array:
+        codes: Array = np.zeros((1, 1, *x.shape), np.uint8)
+        one = np.full((1, 1, 1), scale)
+        view = tinyllm.KVView.from_arrays(
+            codes, codes.copy(), dtype=_E4M3, k_scale=one, v_scale=one, lib=self._lib
+        )
+        view.write_slots(np.arange(len(x)), x[:, None], x[:, None])
+        return codes.reshape(x.shape)
+
     def paged(
         self, q: Array, k: Array, v: Array, tables: Array, lengths: Array, **options: Any
     ) -> list[Array]:
-        codes = "bfloat16" if k.dtype == np.uint16 else None
-        view = tinyllm.KVView.from_arrays(k, v, dtype=codes, lib=self._lib)
+        held = {"uint16": "bfloat16", "uint8": _E4M3}.get(k.dtype.name)
+        scales = {name: options.pop(name, None) for name in ("k_scale", "v_scale")}
+        view = tinyllm.KVView.from_arrays(k, v, dtype=held, lib=self._lib, **scales)
         out = tinyllm.paged_attention(
             q, view, tables, lengths, return_lse=True, threads=self._threads, **options
         )
@@ -179,9 +216,11 @@ class Library:
         getattr(self._lib, f"tl_{name}_n")(_pointer(x), _pointer(y), len(x))
         return y
 
-    def envelope(self, k: Array, v: Array, block_tokens: int, tokens: Array) -> bytes:
+    def envelope(self, k: Array, v: Array, block_tokens: int, tokens: Array, dtype: str) -> bytes:
         n_layers, n_kv, n, width = k.shape
-        with tinyllm.PagedKVCache(self._lib, n, block_tokens, n_layers, n_kv, width) as cache:
+        with tinyllm.PagedKVCache(
+            self._lib, n, block_tokens, n_layers, n_kv, width, dtype=dtype
+        ) as cache:
             cache.add_seq(0)
             for layer in range(n_layers):
                 cache.append(0, layer, k[layer], v[layer])
@@ -199,6 +238,13 @@ class Library:
                 cache.pool, u32_ptr(table), len(table), data.ctypes.data, size, _pointer(written)
             )
             return data[: written[0]].tobytes()
+
+
+def append_anything(cache: tinyllm.PagedKVCache, s: int, layer: int, k: Array, v: Array) -> None:
+    """Appends what the cache's dtype may have nothing for, without a warning."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        cache.append(s, layer, k, v)
 
 
 _TYPES: Final = {
@@ -219,22 +265,48 @@ def _scale(width: int) -> float:
 # -------------------------------------------------------------------------------------------------
 
 
-def decode(engine: Engine, seed: int, *, width: int, heads: int, kv_heads: int) -> Iterator[Array]:
+def decode(
+    engine: Engine, seed: int, *, width: int, heads: int, kv_heads: int, dtype: str = "float16"
+) -> Iterator[Array]:
     """Ragged contexts, one of more than a split, without a window and with two."""
     numbers = Numbers(seed)
     lengths = (1, 33, 1090, 250)
-    kv = [(numbers.halves(kv_heads, n, width), numbers.halves(kv_heads, n, width)) for n in lengths]
+    draw: Callable[..., Array] = numbers.halves if dtype == "float16" else numbers.floats
+    kv = [(draw(kv_heads, n, width), draw(kv_heads, n, width)) for n in lengths]
     q = 4 * numbers.floats(len(lengths), heads, width)
     for window in (0, 1, 77):
-        yield engine.decode(q, kv, _scale(width), window)
+        yield engine.decode(q, kv, _scale(width), window, dtype)
+
+
+def rows(engine: Engine, seed: int, *, dtype: str) -> Iterator[Array]:
+    """Rows of every size, and of any bits at all, stored and read back."""
+    numbers, size = Numbers(seed), np.ldexp(np.float32(1), np.arange(-126, 127))
+    for k, v in (
+        (numbers.floats(2, len(size), 24) * size[:, None] for _ in "kv"),
+        (numbers.any_floats(2 * 150 * 8).reshape(2, 150, 8) for _ in "kv"),
+    ):
+        for stored in engine.rows(dtype, k, v):
+            broken = np.isnan(stored)
+            yield np.where(broken, stored.dtype.type(0), stored)  # which NaN, is not promised
+            yield broken.astype(np.uint8)
+    if dtype == _E4M3:
+        x = np.concatenate((256 * numbers.floats(50, 24), numbers.any_floats(480).reshape(20, 24)))
+        yield engine.write(x, np.float32(0.75))
 
 
 def chunks(
-    engine: Engine, seed: int, *, kind: str, widths: tuple[int, int], options: Mapping[str, float]
+    engine: Engine,
+    seed: int,
+    *,
+    kind: str,
+    widths: tuple[int, int],
+    options: Mapping[str, float],
+    scales: str = "",
 ) -> Iterator[Array]:
     """Rows of prompts, drafts and decode in one call, over shuffled blocks of ten.
 
     ``options`` are those of paged_attention; slopes and sinks are drawn where they are named.
+    scales: of eight bits, which of the axes block, head and slot have several, as in "bhs".
     """
     numbers, heads, kv_heads, block = Numbers(seed), 4, 2, 10
     lengths = np.array([1047, 7, 64, 50], np.int32)
@@ -245,10 +317,17 @@ def chunks(
         "float16": numbers.halves,
         "float32": numbers.floats,
         "bfloat16": numbers.bf16,
+        "int8": partial(numbers.eights, "int8"),
+        _E4M3: partial(numbers.eights, _E4M3),
     }
     k, v = (kinds[kind](tables.size, kv_heads, block, width) for width in widths)
     q = 4 * numbers.floats(int(starts[-1]), heads, widths[0])
     given: dict[str, Any] = {"scale": _scale(widths[0]), "cu_seqlens_q": starts, **options}
+    if kind in ("int8", _E4M3):
+        axes = dict(zip("bhs", k.shape, strict=False))
+        shape = [n if axis in scales else 1 for axis, n in axes.items()]
+        part = np.float32(1 / 32 if kind == "int8" else 1 / 128)
+        given |= {name: part * np.abs(numbers.floats(*shape)) for name in ("k_scale", "v_scale")}
     given |= {
         name: 2 * numbers.floats(heads)
         for name in ("alibi_slopes", "sink_logits")
@@ -319,14 +398,19 @@ def conversions(engine: Engine, seed: int) -> Iterator[Array]:
         yield np.isnan(wide).astype(np.uint8)
 
 
-def envelope(engine: Engine, seed: int) -> Iterator[Array]:
+def envelope(engine: Engine, seed: int, *, dtypes: Sequence[str], width: int) -> Iterator[Array]:
     """The bytes of an export, its checksum included."""
-    numbers, shape = Numbers(seed), (2, 2, 21, 24)
+    numbers, shape = Numbers(seed), (2, 2, 21, width)
     tokens = (numbers.bits(21) >> np.uint64(44)).astype(np.uint32)
-    data = engine.envelope(numbers.halves(*shape), numbers.halves(*shape), 8, tokens)
-    yield np.frombuffer(data, np.uint8)
+    for dtype in dtypes:
+        draw: Callable[..., Array] = numbers.halves if dtype == "float16" else numbers.floats
+        data = engine.envelope(draw(*shape), draw(*shape), 8, tokens, dtype)
+        yield np.frombuffer(data, np.uint8)
 
 
+_SHORT: Final = {
+    "f16": "float16", "bf16": "bfloat16", "f32": "float32", "int8": "int8", "e4m3": _E4M3
+}  # fmt: skip
 _EVERYTHING: Final[Mapping[str, float]] = {
     "window": 1030,
     "softcap": 2.5,
@@ -353,8 +437,21 @@ GROUPS: Final[dict[str, Callable[[Engine, int], Iterable[Array]]]] = {
     "softmax": softmax,
     "exp": exp,
     "conversions": conversions,
-    "export": envelope,
+    "export": partial(envelope, dtypes=("float16",), width=24),
     "two and three stretches": stretches,
+    **{f"rows {short}": partial(rows, dtype=dtype) for short, dtype in _SHORT.items()},
+    "decode bf16": partial(decode, width=40, heads=4, kv_heads=2, dtype="bfloat16"),
+    "decode f32": partial(decode, width=64, heads=3, kv_heads=1, dtype="float32"),
+    "decode int8": partial(decode, width=72, heads=4, kv_heads=2, dtype="int8"),
+    "decode e4m3": partial(decode, width=64, heads=8, kv_heads=1, dtype=_E4M3),
+    "chunks int8, every option": partial(
+        chunks, kind="int8", widths=(80, 40), options=_EVERYTHING, scales="bhs"
+    ),
+    "chunks e4m3, one scale": partial(chunks, kind=_E4M3, widths=(64, 64), options={}),
+    "chunks e4m3, per position": partial(
+        chunks, kind=_E4M3, widths=(40, 72), options={"softcap": 1.5}, scales="bs"
+    ),
+    "export of other formats": partial(envelope, dtypes=[*_SHORT.values()][1:], width=5),
 }
 
 
@@ -388,12 +485,24 @@ DIGESTS: Final[dict[str, str]] = {
     "conversions": "b202ebc4aa27454cd1a524705152315fbd1cc1d5941f747fd39f9c5d0ba2dbee",
     "export": "f3297e6365ddbc05c54a15460840273a1ae4b1c789bbd760d4b95c7d01baa2ed",
     "two and three stretches": "1fa83c4fe387c22c55b6bb12640ddd25569f06e2482f496f0617de8b3be87dd9",
+    "rows f16": "08574b44e646f44c1c2d71854506dd5a0a789fc5274be480f6022aaa4364c2d3",
+    "rows bf16": "b164b727608871bda558130e137de6ebd764ad730972774abad3929430086854",
+    "rows f32": "0294679192d5d6a8de07b20f892dc925e73824dfb989a9319a0e94e6a86a7607",
+    "rows int8": "2895f15a8a154c4a0b1ced065bf29239c0ae621f448363d6af4ee7c4b83b95d9",
+    "rows e4m3": "448d0344a9c17d29152212ca9b55e54df4f88f16256a8894abb2373143b753ae",
+    "decode bf16": "2f3cb5fb5bba7b721b87fafa7a345a37c55954e09a8ce48455406cc7050a832f",
+    "decode f32": "8dd9f4b2e25904da436570139f0efa0f3022374c306a62feb7626d774b37e48d",
+    "decode int8": "0e5802b388f578506cabf9d943610b0905db422e6f1de847ce5f9a0957554bcf",
+    "decode e4m3": "4175a32f7585bd4f223a4b5652744d618068b3f89119ed261470397239f127fb",
+    "chunks int8, every option": "575180b394e76858a08b8eba5979546ac6671850f7692cc8476f37040caee9c1",
+    "chunks e4m3, one scale": "a1e8d73e4bc345395ea5336701938866f5209d7a908a08e8899304c653870070",
+    "chunks e4m3, per position": "57fb0f00684cc0ea2b8c0d2b959d7f123159a31effec3c67ab11d57735ae15bb",
+    "export of other formats": "0ffafc7141599efd672c981084f9152fe03b2b0532dd06b92ecfb67c202ebbb1",
 }
 
 
 def main() -> None:
     """For a process of its own, since an instruction set is chosen once: prints its digests."""
     lib = load()
-    warnings.filterwarnings("ignore", "append: .* has nothing for")  # NaN is appended on purpose
     digests = {threads: compute(Library(lib, threads)) for threads in THREADS}
     print(json.dumps({"isa": lib.tl_isa_name().decode(), "digests": digests}), flush=True)

@@ -23,10 +23,10 @@ EXAMPLES: Final = f"""\
   tinyllm selftest --json    the digests, to compare with another machine's
 
 It computes {len(golden.GROUPS)} groups of results (decode, chunks and prefill with their options,
-softmax, exp, the small formats, an export) from fixed numbers, on 1 and 2
-threads, once per instruction set in a process of its own, and compares their
-SHA-256 with those kept for numerics version {golden.NUMERICS_VERSION}. Machines that pass give each
-other's bits.
+K and V stored in every dtype and read back, softmax, exp, conversions,
+exports) from fixed numbers, on 1 and 2 threads, once per instruction set in a
+process of its own, and compares their SHA-256 with those kept for numerics
+version {golden.NUMERICS_VERSION}. Machines that pass give each other's bits.
 """
 
 
