@@ -15,21 +15,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 import tinyllm
+from tinyllm._kv_format import FORMATS
 from tinyllm._words import human_bytes
-from tinyllm.cli.common import CliError, bold, in_process, instruction_set, library
+from tinyllm.cli.common import CliError, bold, in_process, instruction_set, kv_dtype, library
 from tinyllm.cli.golden import Numbers
 from tinyllm.ffi.libtinyllm import Lib, load
 
 NAME: Final = "demo"
 HELP: Final = "eight chats over one prompt: shared blocks, copies on write, equal bits"
 EXAMPLES: Final = """\
-  tinyllm demo    a few seconds, no download; exit status 1 where bits differ
+  tinyllm demo              a few seconds, no download
+  tinyllm demo --kv int8    with K and V in fewer bytes
+
+The exit status is 1 where bits differ.
 """
 
 LAYERS, HEADS, KV_HEADS, WIDTH = 2, 8, 4, 64
 PROMPT, STEPS = 1100, 16  # tokens, and tokens that each chat goes on for
 NAMES: Final = "12345678"  # of the chats
 CHATS: Final = len(NAMES)
+PLAIN: Final = "float16"  # what K and V are unless something else is asked for
 
 
 @dataclass(frozen=True)
@@ -56,10 +61,11 @@ class Chats:
     """A cache with one prompt in it and what a model might make of it: its numbers come from a
     generator."""
 
-    def __init__(self, lib: Lib, way: Way) -> None:
+    def __init__(self, lib: Lib, way: Way, dtype: str = PLAIN) -> None:
         copies = 1 if way.shared else CHATS
         blocks = copies * (PROMPT // way.block + 1) + CHATS * (STEPS // way.block + 2)
-        self.cache = tinyllm.PagedKVCache(lib, blocks, way.block, LAYERS, KV_HEADS, WIDTH)
+        sizes = (blocks, way.block, LAYERS, KV_HEADS, WIDTH)
+        self.cache = tinyllm.PagedKVCache(lib, *sizes, dtype=dtype)
         self.way = way
         self._pool = tinyllm.ThreadPool(way.threads, lib=lib)
         self._prompt = Numbers(1).floats(LAYERS, 2, KV_HEADS, PROMPT, WIDTH)
@@ -104,10 +110,10 @@ class Chats:
                 )
 
 
-def outcome(lib: Lib, way: Way) -> str:
+def outcome(lib: Lib, way: Way, dtype: str = PLAIN) -> str:
     """A digest of everything that attention gives, computed that way."""
     sha = hashlib.sha256()
-    with Chats(lib, way) as chats:
+    with Chats(lib, way, dtype) as chats:
         if way.shared:
             chats.read_prompt("prompt")
         chats.begin()
@@ -117,22 +123,28 @@ def outcome(lib: Lib, way: Way) -> str:
     return sha.hexdigest()
 
 
-def main() -> None:
+def main(dtype: str = PLAIN) -> None:
     """For a process of its own, on the instruction set its environment names."""
-    print(outcome(load(), WAYS[1]))
+    print(outcome(load(), WAYS[1], dtype))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    pass
+    parser.add_argument(
+        "--kv",
+        type=kv_dtype,
+        default=PLAIN,
+        metavar="NAME",
+        help=f"dtype of K and V ({PLAIN}): {', '.join(FORMATS)}",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     lib = library()
     isa = instruction_set(lib)
     print(f"libtinyllm {tinyllm.__version__}, {isa}; made-up numbers, nothing is downloaded\n")
-    with Chats(lib, Way("shown")) as chats:
+    with Chats(lib, Way("shown"), args.kv) as chats:
         walk_through(chats)
-    return compare_ways(lib)
+    return compare_ways(lib, args.kv)
 
 
 # --- the story ------------------------------------------------------------------------------------
@@ -144,7 +156,11 @@ def walk_through(chats: Chats) -> None:
     chats.read_prompt("prompt")
     prompt = cache.stats()["used"]
     print(bold("1. A prompt is read once"))
-    print(f"   {PROMPT} tokens, {LAYERS} layers: K and V lie in {prompt} blocks of {b} tokens.\n")
+    print(f"   {PROMPT} tokens, {LAYERS} layers: K and V lie in {prompt} blocks of {b} tokens.")
+    if cache.dtype != PLAIN:
+        each, plain = cache.nbytes // (cache.num_blocks * b), 4 * LAYERS * KV_HEADS * WIDTH
+        print(f"   In {cache.dtype} a token takes {each} bytes; in {PLAIN} it would be {plain}.")
+    print()
 
     begin = time.perf_counter()
     chats.begin()
@@ -175,7 +191,7 @@ def walk_through(chats: Chats) -> None:
     print(cache.look(), end="\n\n")
 
 
-def compare_ways(lib: Lib) -> int:
+def compare_ways(lib: Lib, dtype: str) -> int:
     """The same chats in every way, on every instruction set: 0 where all bits are the same."""
     print(bold("5. The bits do not depend on how"))
     print(
@@ -185,11 +201,11 @@ def compare_ways(lib: Lib) -> int:
     digests = []
     own = instruction_set(lib)
     for way in WAYS:
-        digests.append(outcome(lib, way))
+        digests.append(outcome(lib, way, dtype))
         show(f"{way.name}, {own}", digests)
     for isa in lib.tl_isa_names().decode().split():
         if isa != own:
-            digests.append(on(lib, isa))
+            digests.append(on(lib, isa, dtype))
             show(f"all eight, {isa}", digests)
     same = len(set(digests)) == 1
     verdict = "Equal, to the last bit." if same else "They differ: `tinyllm selftest` looks closer."
@@ -197,9 +213,9 @@ def compare_ways(lib: Lib) -> int:
     return 0 if same else 1
 
 
-def on(lib: Lib, isa: str) -> str:
+def on(lib: Lib, isa: str, dtype: str) -> str:
     """The digest that another instruction set gives."""
-    done = in_process("from tinyllm.cli import demo; demo.main()", lib, isa)
+    done = in_process(f"from tinyllm.cli import demo; demo.main({dtype!r})", lib, isa)
     if done.returncode != 0:
         raise CliError(
             f"{isa}: the process ended with status {done.returncode}: {done.stderr.strip()}"

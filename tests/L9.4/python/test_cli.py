@@ -153,6 +153,7 @@ def test_help_of_a_command_has_examples_that_its_parser_takes(name: str, here: R
             ["bench", "--ctx", "2000000000", "--batch", "1000000"],
             "--ctx 2000000000 --batch 1000000 takes ",
         ),
+        (["demo", "--kv", "fp8"], "tinyllm demo: --kv fp8: not one of float16, bfloat16, "),
         (["demo", "--json"], "tinyllm demo: unknown arguments: --json"),
     ],
 )
@@ -611,9 +612,20 @@ def test_demo_proves_that_the_bits_are_the_same(run: Run, lib: Lib) -> None:
     assert all(len(line) <= 80 for line in text.splitlines())
 
 
+def test_demo_of_another_dtype_has_bits_of_its_own(here: Run, lib: Lib) -> None:
+    text = good(here("demo", "--kv", "int8"))
+    digests = set(re.findall(r" ([0-9a-f]{16})$", text, re.MULTILINE))
+    assert len(digests) == 1 and "Equal, to the last bit." in text
+    assert not digests & {demo.outcome(lib, demo.WAYS[1])[:16]}
+    assert "In int8 a token takes 1088 bytes; in float16 it would be 2048." in text
+    assert all(len(line) <= 80 for line in text.splitlines())
+
+
 def test_demo_finds_a_way_that_differs(here: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "outcome", lambda lib, way: ("0" if way.block == 5 else "1") * 64)
-    monkeypatch.setattr(demo, "on", lambda lib, isa: "1" * 64)
+    monkeypatch.setattr(
+        demo, "outcome", lambda lib, way, dtype: ("0" if way.block == 5 else "1") * 64
+    )
+    monkeypatch.setattr(demo, "on", lambda lib, isa, dtype: "1" * 64)
     done = here("demo")
     assert (done.returncode, done.stderr) == (1, "")
     text = done.stdout

@@ -9,6 +9,7 @@ value, by `plain_values`.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import re
 import struct
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ sys.path.insert(0, str(EXAMPLES))
 import demo  # noqa: E402
 import screen  # noqa: E402
 from smollm2 import fetch, rows  # noqa: E402
+from smollm2.compare import divergence, log_softmax, read_beside  # noqa: E402
 from smollm2.generate import Answer, ask, digest_of, prefill  # noqa: E402
 from smollm2.gguf import GGUF, GGUFError  # noqa: E402
 from smollm2.model import Config, Layer, Model, from_gguf, random_model  # noqa: E402
@@ -402,27 +405,77 @@ def tokens_of(n: int, seed: int) -> list[int]:
 
 
 def last_logits(
-    model: Model, tokens: list[int], cuts: Sequence[int], block: int, threads: int
+    model: Model,
+    tokens: list[int],
+    cuts: Sequence[int],
+    block: int,
+    threads: int,
+    kind: str = "float16",
 ) -> Floats:
     """The logits after `tokens`, stored in pieces that end at `cuts`."""
-    with Crew(threads) as crew, model.new_cache(64, block) as cache:
+    with Crew(threads) as crew, model.new_cache(64, block, kind) as cache:
         cache.add_seq("s")
         for begin, end in zip((0, *cuts), (*cuts, len(tokens)), strict=True):
             logits = model.forward(cache, [("s", tokens[begin:end])], crew)
         return logits
 
 
-def test_prefill_in_any_pieces_and_decode_give_the_same_bits(tiny: Model) -> None:
+@pytest.mark.parametrize("kind", demo.KINDS)
+def test_prefill_in_any_pieces_and_decode_give_the_same_bits(tiny: Model, kind: str) -> None:
     tokens = tokens_of(70, seed=12)
-    expected = last_logits(tiny, tokens, [], 16, 1)
+    expected = last_logits(tiny, tokens, [], 16, 1, kind)
     assert np.all(np.isfinite(expected))
     for cuts in ([16], [1, 17, 50], [69], list(range(1, 70)), list(range(40, 70))):
         for block, threads in ((16, 1), (4, 2), (7, 3)):
-            assert same_bits(last_logits(tiny, tokens, cuts, block, threads), expected), (
+            assert same_bits(last_logits(tiny, tokens, cuts, block, threads, kind), expected), (
                 cuts,
                 block,
                 threads,
             )
+
+
+def test_logits_after_every_token_are_those_after_the_last(tiny: Model) -> None:
+    tokens = tokens_of(40, seed=17)
+    with Crew(1) as crew, tiny.new_cache(64, 8) as cache:
+        cache.add_seq("s")
+        cache.add_seq("r")
+        logits = tiny.forward(cache, [("s", tokens[:30]), ("r", [5])], crew, every=True)
+    assert logits.shape == (31, TINY.vocabulary)
+    for n in (1, 17, 30):
+        assert same_bits(logits[n - 1 : n], last_logits(tiny, tokens[:n], [], 8, 1))
+    assert same_bits(logits[30:], last_logits(tiny, [5], [], 8, 1))
+
+
+def test_divergence_is_that_of_its_definition() -> None:
+    a, b = 3 * normal(9, 40, seed=18), 3 * normal(9, 40, seed=19)
+    b[:4, 7] = 20
+    found = divergence(log_softmax(a), b)
+    for x, y, kl, kept in zip(a.tolist(), b.tolist(), *found, strict=True):
+        p, q = ([math.exp(value) for value in row] for row in (x, y))
+        terms = [
+            u / sum(p) * math.log(u / sum(p) / (w / sum(q))) for u, w in zip(p, q, strict=True)
+        ]
+        assert kl == pytest.approx(math.fsum(terms), rel=1e-12)
+        assert kept == (x.index(max(x)) == y.index(max(y)))
+    assert not divergence(log_softmax(a), a).kl.any()
+
+
+def test_reading_beside_finds_what_a_dtype_changes(tiny: Model) -> None:
+    tokens = tokens_of(150, seed=21)  # more than one call takes
+    heard: list[tuple[int, int]] = []
+    with ExitStack() as stack:
+        crew = stack.enter_context(Crew(1))
+        expected, again, eight = (
+            stack.enter_context(tiny.new_cache(40, block, kind))
+            for block, kind in ((8, "float32"), (5, "float32"), (8, "int8"))
+        )
+        same, other = read_beside(
+            tiny, expected, [again, eight], "s", tokens, crew, lambda *at: heard.append(at)
+        )
+        assert not same.kl.any() and same.kept.all() and len(same.kl) == len(same.kept) == 150
+        assert (other.kl > 0).all() and other.kl.max() < 0.1
+        assert [cache.seq_len("s") for cache in (expected, again, eight)] == [150] * 3
+    assert heard == [(128, 150), (150, 150)]
 
 
 def test_a_sequence_has_the_same_bits_alone_and_in_any_batch(tiny: Model) -> None:
@@ -781,6 +834,27 @@ def test_the_whole_show_runs_with_random_weights(lib: Lib) -> None:
     assert shared
     assert len(cells) == int(n_blocks[1])
     assert (cells.count("."), cells.count("S")) == (int(free[1]), int(shared[1]))
+
+
+@pytest.mark.parametrize(("kind", "share"), [("int8", "-44%"), ("float32", "+100%")])
+def test_another_dtype_of_k_and_v_is_set_beside_float16(kind: str, share: str, lib: Lib) -> None:
+    args = ("--random", "--short", "--tokens", "3", "--kv", kind)
+    done = run_demo(*args, TINYLLM_LIB=str(lib.path))
+    out = done.stdout
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    assert f", K and V in {kind}\n" in out and out.count("  equal\n") == 6
+    c, row = demo.RANDOM, {"int8": 32 + 4, "float32": 4 * 32}[kind]
+    size, plain = (2 * c.layers * c.kv_heads * n for n in (row, 2 * 32))
+    told = out[out.index(f"K and V in {kind}, beside float16") :]
+    assert f"  {size} bytes a token for {plain}, the pool " in told and f": {share}\n" in told
+    assert re.search(r"after \d+\.\d% of the text's \d+ tokens .*; mean KL divergence \d", told)
+    same = re.search(r"^  (\d) of 8 answers are the same$", told, re.M)
+    assert same and told.count(" differs from token ") == 8 - int(same[1])
+
+
+def test_a_dtype_that_there_is_not_is_refused() -> None:
+    done = run_demo("--kv", "fp8")
+    assert done.returncode == 2 and "float8_e4m3fn" in done.stderr
 
 
 def shrink(monkeypatch: pytest.MonkeyPatch) -> None:
