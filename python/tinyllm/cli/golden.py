@@ -155,8 +155,9 @@ class Library:
         ) as cache:
             for s in batch:
                 cache.add_seq(s)
-                used = np.full((n_kv, 16 * (2 * s + 1), width), np.nan, np.float16)
-                append_anything(cache, s, 1, used, used)
+                cache.append(
+                    s, 1, *(np.full((n_kv, 16 * (2 * s + 1), width), np.nan, np.float16),) * 2
+                )
             for s in batch:
                 cache.truncate(s, 0)
             for begin in range(0, longest, piece):
@@ -171,7 +172,7 @@ class Library:
         n_kv, n, width = k.shape
         with tinyllm.PagedKVCache(self._lib, n, 16, 1, n_kv, width, dtype=dtype) as cache:
             cache.add_seq(0)
-            append_anything(cache, 0, 0, k, v)
+            cache.append(0, 0, k, v)
             codes = cache.gather_codes(0, 0) if dtype in ("int8", _E4M3) else ()
             return [*cache.gather(0, 0), *codes]
 
@@ -238,13 +239,6 @@ class Library:
                 cache.pool, u32_ptr(table), len(table), data.ctypes.data, size, _pointer(written)
             )
             return data[: written[0]].tobytes()
-
-
-def append_anything(cache: tinyllm.PagedKVCache, s: int, layer: int, k: Array, v: Array) -> None:
-    """Appends what the cache's dtype may have nothing for, without a warning."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        cache.append(s, layer, k, v)
 
 
 _TYPES: Final = {
@@ -504,5 +498,6 @@ DIGESTS: Final[dict[str, str]] = {
 def main() -> None:
     """For a process of its own, since an instruction set is chosen once: prints its digests."""
     lib = load()
+    warnings.filterwarnings("ignore", "append: .* has nothing for")  # NaN is appended on purpose
     digests = {threads: compute(Library(lib, threads)) for threads in THREADS}
     print(json.dumps({"isa": lib.tl_isa_name().decode(), "digests": digests}), flush=True)
