@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, Final, Protocol
 
@@ -392,7 +392,7 @@ def conversions(engine: Engine, seed: int) -> Iterator[Array]:
         yield np.isnan(wide).astype(np.uint8)
 
 
-def envelope(engine: Engine, seed: int, *, dtypes: Sequence[str], width: int) -> Iterator[Array]:
+def envelope(engine: Engine, seed: int, *, dtypes: Iterable[str], width: int) -> Iterator[Array]:
     """The bytes of an export, its checksum included."""
     numbers, shape = Numbers(seed), (2, 2, 21, width)
     tokens = (numbers.bits(21) >> np.uint64(44)).astype(np.uint32)
