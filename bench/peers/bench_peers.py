@@ -2,6 +2,7 @@
 """Attention of libtinyllm beside the other CPU implementations that a user could take.
 
     bench_peers.py [--quick] [--threads 1,2] [--shapes SHAPE ...] [--only PEER ...] [--json FILE]
+                   [--dtype int8]
 
 All compute the same thing from the same K and V values (``inputs.py``), each in its own layout:
 paged, with the blocks in random order, where it pages, contiguous where it does not. There are as
@@ -37,6 +38,7 @@ from typing import Any
 
 import numpy as np
 from inputs import Inputs, Shape
+from library import DTYPES, Library
 from peer import NotCompared, Peer, Run, Unavailable, check
 from timing import FEWEST, Turn, quantile, take_turns
 
@@ -74,10 +76,10 @@ def _onnx(dtype: str) -> Peer:
 PEERS: dict[str, tuple[Callable[[str], Peer], str]] = {
     f"{name} {dtype}": (make, dtype)
     for name, make, dtypes in (
-        ("vLLM", _vllm, ("f16", "bf16")),
+        ("vLLM", _vllm, ("f16", "bf16", "fp8")),
         ("SGLang", _sglang, ("f16",)),
         ("torch", _torch, ("f16", "bf16", "f32")),
-        ("OpenVINO", _openvino, ("f16", "bf16")),
+        ("OpenVINO", _openvino, ("f16", "bf16", "u8")),
         ("ONNX RT", _onnx, ("f16", "f32")),
     )
     for dtype in dtypes
@@ -106,10 +108,8 @@ def emit(**line: Any) -> None:
 
 def measure(args: argparse.Namespace) -> None:
     """One JSON line per shape, and one before each thing that could end the process."""
-    from library import Library
-
     threads = int(args.threads)
-    ours = Library()
+    ours = Library(args.dtype)
     emit(version=[ours.name, ours.version])
     peers = {}
     for key in args.only:
@@ -204,7 +204,8 @@ def child(
     if args.huge_pages:
         env["THP_MEM_ALLOC_ENABLE"] = "1"
     command = [sys.executable, __file__, "--measure", "--threads", str(threads)]
-    command += ["--patience", str(args.patience)] + ["--quick"] * args.quick
+    command += ["--patience", str(args.patience), "--dtype", args.dtype]
+    command += ["--quick"] * args.quick
     command += ["--shapes", *shapes, "--only", *peers]
     return subprocess.Popen(
         command,
@@ -376,6 +377,9 @@ def main() -> None:
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="every repetition, for other programs"
     )
+    parser.add_argument(
+        "--dtype", choices=list(DTYPES), default="float16", help="what the library's K and V are in"
+    )
     parser.add_argument("--isa", help="sets TINYLLM_ISA; default: the best there is")
     parser.add_argument(
         "--huge-pages", action="store_true", help="let torch have huge pages as well"
@@ -398,7 +402,7 @@ def main() -> None:
     about = dict(machine())
     print("\n".join(f"{key}: {value}" for key, value in about.items()))
     told = "torch was told to" if args.huge_pages else "the peers do as they do by default"
-    print(f"libtinyllm asks for huge pages itself; {told}")
+    print(f"libtinyllm stores {args.dtype} and asks for huge pages itself; {told}")
     for threads in map(int, args.threads.split(",")):
         report.run(args, threads)
     report.ending()

