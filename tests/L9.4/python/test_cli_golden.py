@@ -148,6 +148,7 @@ def test_numbers_fit_the_types_they_are_drawn_for() -> None:
     assert (reference.bf16_to_f32(codes) == golden.Numbers(7).floats(1000, fraction=7)).all()
 
 
+@pytest.mark.filterwarnings("ignore:append")  # of NaN, on purpose
 def test_attention_groups_give_numbers_that_differ(lib: Lib) -> None:
     """No digest is one of zeros or NaN: rows are finite, and few are equal (those of one key)."""
     engine = golden.Library(lib, 1)
