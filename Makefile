@@ -227,7 +227,7 @@ $(B)/bench/%: bench/%.c $(wildcard bench/*.h) $(B)/libtinyllm.a $(B)/flags
 	@mkdir -p $(@D)
 	@$(CC) $(CFLAGS) -Ibench -o $@ $< $(B)/libtinyllm.a $(LDLIBS)
 
-.PHONY: bench bench-quick bench-prefill bench-python bench-quality counts bench-rows bench-runtime bench-numerics
+.PHONY: bench bench-quick bench-prefill bench-python bench-quality counts bench-formats bench-rows bench-runtime bench-numerics
 bench: $(B)/bench/bench_decode ## a decode step beside the bandwidth of memory and a plain C loop; BENCH_ARGS='--group small' etc.
 	@$< --plain $(BENCH_ARGS)
 
@@ -235,6 +235,9 @@ bench-quick: $(B)/bench/bench_decode ## the same in under a minute, without the 
 	@$< --quick --threads 1 $(BENCH_ARGS)
 
 bench-prefill: $(B)/bench/bench_prefill ## attention of whole prompts beside the fma peak
+	@$< $(BENCH_ARGS)
+
+bench-formats: $(B)/bench/bench_formats ## a decode step over K and V of every format, beside f16
 	@$< $(BENCH_ARGS)
 
 bench-rows: $(B)/bench/bench_rows ## chunks, drafts, long sequences and shared prefixes, each beside the plain way
