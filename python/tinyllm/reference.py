@@ -1012,4 +1012,4 @@ def _scaled(x: F32, top: np.float32) -> tuple[F32, F32]:
 def stored_to_f32(codes: Array, scales: F32) -> F32:
     """What ``tl_kv_gather_f32`` reads back of int8, or of e4m3 in uint8: scale * value."""
     values = codes.astype(np.float32) if codes.dtype == np.int8 else e4m3_to_f32(codes)
-    return require(scales, np.float32, "scales")[..., None] * values
+    return canonical(require(scales, np.float32, "scales")[..., None] * values)

@@ -193,6 +193,8 @@ void tl_kv_widen(const struct kv_store *s, const void *x, float scale, float *y,
         for (int64_t i = 0; i < n; i++)
             y[i] = ((const int8_t *)x)[i];
     }
-    for (int64_t i = 0; i < n; i++)
-        y[i] = scale * y[i];
+    for (int64_t i = 0; i < n; i++) {
+        const float value = scale * y[i];
+        y[i] = value == value ? value : lowp_float(TL_NAN_BITS);
+    }
 }
