@@ -307,8 +307,8 @@ TL_API tl_status tl_kv_append_f32(tl_kv_pool *kv, uint32_t layer, const uint32_t
                                   const float *v, int64_t head_stride, int64_t token_stride);
 
 /* Reads positions pos .. pos+T-1 of one sequence back as f32, widened exactly; in eight bits scale
- * * element, rounded once (NaN: TL_NAN_BITS). k and v as above, written; no two of their elements in one place. A
- * block's fill is not asked.
+ * * element, rounded once (NaN: TL_NAN_BITS of numerics.h). k and v as above, written; no two of
+ * their elements in one place. A block's fill is not asked.
  *
  * Errors, nothing written, the first of these decides; T == 0: TL_OK where the first three do not.
  *   TL_EINVAL        kv NULL

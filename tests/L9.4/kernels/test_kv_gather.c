@@ -6,6 +6,7 @@
 #include "kernels/kernels.h"
 #include "kv_check.h"
 #include "kv_ref.h"
+#include "tinyllm/numerics.h"
 
 static tl_kv_pool *new_pool(const struct ref_format *f, uint32_t n_blocks, uint32_t b,
                             uint32_t layers, uint32_t heads, uint32_t dim)
