@@ -198,11 +198,11 @@ def test_bench_takes_no_more_than_the_container_has(files: Files) -> None:
     bench.add_arguments(parser)
     words = ("--heads", "8/8", "--dim", "128", "--batch", "8", "--ctx", "20000", "--threads", "0")
     args = parser.parse_args(words)
-    (shape,) = bench._shapes(args)
+    ((shape,),) = bench._turns(args)
     assert shape.threads == 8
     files(LIMITED)
     with pytest.raises(CliError, match=r"and of the 512 MiB that can be had"):
-        list(bench._shapes(args))
+        list(bench._turns(args))
     files({f"{TOP}/memory.max": f"{8 * GIB}\n"})
-    (shape,) = bench._shapes(args)
+    ((shape,),) = bench._turns(args)
     assert shape.threads == 2

@@ -190,6 +190,7 @@ def test_float64_is_rounded_once(lib: Lib) -> None:
 
 @given(st.lists(st.floats(width=32), min_size=1, max_size=20))
 @settings(max_examples=200, deadline=None)
+@pytest.mark.filterwarnings("ignore:append")  # of what float16 cannot hold, on purpose
 def test_all_three_types_round_to_the_same_codes(values: list[float]) -> None:
     codes = []
     single = np.array(values, np.float32).reshape(1, -1, 1)
