@@ -11,6 +11,7 @@ import numpy as np
 
 import tinyllm
 from tinyllm._check import INT32_MAX
+from tinyllm._kv_format import FORMATS, KvFormat
 from tinyllm._words import human_bytes
 from tinyllm.cli import cgroup, machine
 from tinyllm.cli.common import (
@@ -19,6 +20,7 @@ from tinyllm.cli.common import (
     bold,
     heads,
     instruction_set,
+    kv_dtype,
     library,
     number,
     print_json,
@@ -45,12 +47,15 @@ _HUGE_PAGES: Final = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
     size = number(1, INT32_MAX)
-    shape = parser.add_argument_group("what a cache takes", "all but --block together")
+    shape = parser.add_argument_group("what a cache takes", "all but the last two together")
     shape.add_argument("--heads", type=heads, metavar="H/KV", help="query heads and KV heads")
     shape.add_argument("--dim", type=size, metavar="D", help="head width")
     shape.add_argument("--layers", type=size, metavar="N", help="layers")
     shape.add_argument(
         "--block", type=size, default=16, metavar="N", help="positions in a block (16)"
+    )
+    shape.add_argument(
+        "--dtype", type=kv_dtype, default="float16", metavar="NAME", help="of K and V (float16)"
     )
 
 
@@ -69,7 +74,9 @@ def run(args: argparse.Namespace) -> int:
         problem = str(error)
     facts |= machine_facts()
     if args.heads:
-        facts["cache"] = cache_facts(args.heads[1], args.dim, args.layers, args.block)
+        facts["cache"] = cache_facts(
+            args.heads[1], args.dim, args.layers, args.block, FORMATS[args.dtype]
+        )
     if args.json:
         print_json(facts | {"problem": problem})
     else:
@@ -111,13 +118,18 @@ def machine_facts() -> dict[str, Any]:
     }
 
 
-def cache_facts(kv_heads: int, dim: int, layers: int, block: int) -> dict[str, int]:
-    """What f16 K and V of all layers take."""
-    token = 4 * kv_heads * dim * layers
+def cache_facts(
+    kv_heads: int, dim: int, layers: int, block: int, form: KvFormat
+) -> dict[str, int | str]:
+    """What K and V of all layers take, as ``tl_kv_pool`` lays a block out."""
+    strips = 2 * kv_heads * layers
+    row, scale = dim * form.element.itemsize, 4 if form.has_scales else 0
+    padding = -block * row % 4 if form.has_scales else 0
     return {
+        "dtype": form.name,
         "block_tokens": block,
-        "token_bytes": token,
-        "block_bytes": token * block,
+        "token_bytes": strips * (row + scale),
+        "block_bytes": strips * (block * (row + scale) + padding),
         "blocks_for_1024_tokens": -(-1024 // block),
     }
 
@@ -152,10 +164,10 @@ def print_facts(facts: dict[str, Any]) -> None:
         print_cache(facts["cache"], facts["memory_available_bytes"])
 
 
-def print_cache(cache: dict[str, int], free: int | None) -> None:
+def print_cache(cache: dict[str, Any], free: int | None) -> None:
     """What a cache takes, and what there is room for."""
     block, token = cache["block_tokens"], cache["token_bytes"]
-    print(bold(f"K and V in f16, blocks of {block}"))
+    print(bold(f"K and V in {cache['dtype']}, blocks of {block}"))
     line("a block", human_bytes(cache["block_bytes"]))
     line("1024 tokens", f"{cache['blocks_for_1024_tokens']} blocks, {human_bytes(1024 * token)}")
     if free is not None:

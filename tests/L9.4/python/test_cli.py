@@ -247,6 +247,16 @@ def test_info_counts_the_bytes_that_a_cache_has(here: Run, lib: Lib) -> None:
     assert "43 blocks" in good(here("info", *argv))
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "int8", "float8_e4m3fn"])
+def test_info_counts_the_bytes_of_every_dtype(dtype: str, here: Run, lib: Lib) -> None:
+    """Three rows of 5 codes a strip: 15 bytes, one of padding, three scales."""
+    argv = ("--heads", "2", "--dim", "5", "--layers", "2", "--block", "3", "--dtype", dtype)
+    cache = json.loads(good(here("info", "--json", *argv)))["cache"]
+    with tinyllm.PagedKVCache(lib, 1, 3, 2, 2, 5, dtype=dtype) as real:
+        assert cache["block_bytes"] == lib.tl_kv_block_bytes(real.pool)
+    assert cache["dtype"] == dtype and f"in {dtype}, blocks" in good(here("info", *argv))
+
+
 @pytest.mark.parametrize("name", OWN)
 def test_a_library_that_is_not_there_is_named(name: str, here: Run, tmp_path: Path) -> None:
     done = here(name, TINYLLM_LIB=str(tmp_path / "gone.so"))
