@@ -84,7 +84,8 @@ NO_ATTENTION = (
     "test_kv_formats:",
     "test_kv_gather:",
 )
-MAKE = ("make", "--no-print-directory", "B=build", "CFLAGS=-O1")
+# A fault may well leave something unused: that is no error here, whatever the caller has set.
+MAKE = ("make", "--no-print-directory", "B=build", "CFLAGS=-O1", "WERROR=")
 
 
 class Bad(Exception):
