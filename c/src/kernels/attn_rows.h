@@ -26,7 +26,7 @@ enum {
     ATTN_LAST = 1,
     /* tiles found and still needed: a power of two, ATTN_AHEAD + ATTN_RUN_TILES or more */
     ATTN_RING = 8,
-    ATTN_WIDE_DIM = 256,    /* widest keys of e4m3 that are widened a tile at a time */
+    ATTN_WIDE_DIM = 128,    /* widest keys of e4m3 that are widened a tile at a time */
     ATTN_WIDE_COLUMNS = 64, /* of values, together: a cache line of codes */
     ATTN_SPLIT_TILES = TL_ATTN_SPLIT / TL_ATTN_TILE,
     ATTN_STRETCH_SPLITS = TL_ATTN_STRETCH / TL_ATTN_SPLIT
