@@ -34,6 +34,15 @@ static inline int ref_elem(tl_dtype dtype)
     return 0;
 }
 
+static inline tl_kv_pool *ref_pool(const struct ref_format *f, uint32_t n_blocks, uint32_t b,
+                                    uint32_t layers, uint32_t heads, uint32_t dim)
+{
+    const tl_kv_cfg cfg = {n_blocks, b, layers, heads, dim, f->dtype, f->format};
+    tl_kv_pool *kv = NULL;
+    CHECK_STATUS(tl_kv_pool_create(&cfg, &kv), TL_OK);
+    return kv;
+}
+
 /* Where things lie: bytes of a strip, and from its start to its scales. */
 static inline size_t ref_scales_at(const struct ref_format *f, size_t b, size_t dim)
 {

@@ -14,15 +14,6 @@
 
 static const tl_dtype sources[] = {TL_F32, TL_F16, TL_BF16};
 
-static tl_kv_pool *new_pool(const struct ref_format *f, uint32_t n_blocks, uint32_t b,
-                            uint32_t layers, uint32_t heads, uint32_t dim)
-{
-    const tl_kv_cfg cfg = {n_blocks, b, layers, heads, dim, f->dtype, f->format};
-    tl_kv_pool *kv = NULL;
-    CHECK_STATUS(tl_kv_pool_create(&cfg, &kv), TL_OK);
-    return kv;
-}
-
 /* A pool, and its picture. */
 struct world {
     const struct ref_format *f;
@@ -61,7 +52,7 @@ static size_t pool_bytes(const struct world *w)
 
 static void open_world(struct world *w, uint32_t n_blocks)
 {
-    w->kv = new_pool(w->f, n_blocks, w->b, w->layers, w->heads, w->dim);
+    w->kv = ref_pool(w->f, n_blocks, w->b, w->layers, w->heads, w->dim);
     CHECK(tl_kv_block_bytes(w->kv) == ref_strip(w->f, w->b, w->dim) * w->heads * 2 * w->layers,
           "%s: %zu bytes of a block", w->f->name, tl_kv_block_bytes(w->kv));
     kv_paint(w->kv, 77);
@@ -343,7 +334,7 @@ TEST(values_a_format_has_nothing_for_are_counted)
         for (size_t i = 0; i < sizeof known / sizeof *known; i++)
             for (int at = 0; at < 80; at++) { /* in K or V, in whichever lane */
                 float x[2][40] = {{0}};
-                tl_kv_pool *kv = new_pool(&ref_formats[format], 1, 1, 1, 1, 40);
+                tl_kv_pool *kv = ref_pool(&ref_formats[format], 1, 1, 1, 1, 40);
                 const uint32_t id = kv_one(kv);
                 x[at / 40][at % 40] = float_of(known[i].bits);
                 CHECK_STATUS(tl_kv_append_f32(kv, 0, &id, 1, 0, 1, x[0], x[1], 40, 40), TL_OK);
@@ -356,7 +347,7 @@ TEST(values_a_format_has_nothing_for_are_counted)
 
 TEST(a_refused_call_counts_nothing)
 {
-    tl_kv_pool *kv = new_pool(&ref_formats[2], 2, 2, 1, 1, 2);
+    tl_kv_pool *kv = ref_pool(&ref_formats[2], 2, 2, 1, 1, 2);
     const float x[4] = {NAN, 1, 2, INFINITY};
     const uint32_t table[] = {kv_one(kv), 1}; /* not used */
     CHECK_STATUS(tl_kv_append_f32(kv, 0, table, 2, 1, 2, x, x, 4, 2), TL_EINVAL);
@@ -373,7 +364,7 @@ TEST(rows_of_large_values_lose_none)
 {
     enum { D = 300 };
     float x[D];
-    tl_kv_pool *kv = new_pool(&ref_formats[0], 1, 1, 1, 1, D);
+    tl_kv_pool *kv = ref_pool(&ref_formats[0], 1, 1, 1, 1, D);
     const uint32_t id = kv_one(kv);
     for (int d = 0; d < D; d++)
         x[d] = d % 2 ? 65504 : -65519;
@@ -391,7 +382,7 @@ TEST(what_is_read_back_and_stored_again_is_the_same)
 {
     enum { T = 9, D = 53 };
     for (int format = 0; format < REF_FORMATS; format++) {
-        tl_kv_pool *kv = new_pool(&ref_formats[format], 4, 4, 1, 2, D);
+        tl_kv_pool *kv = ref_pool(&ref_formats[format], 4, 4, 1, 2, D);
         uint32_t ids[4];
         float x[2][2 * T * D], y[2][2 * T * D];
         uint64_t seed = 12;
@@ -424,7 +415,7 @@ TEST(scales_lie_behind_the_rows_of_their_strip)
             const struct ref_format *f = &ref_formats[format];
             const uint32_t b = dims[i][0], layers = dims[i][1], heads = dims[i][2],
                            dim = dims[i][3];
-            tl_kv_pool *kv = new_pool(f, 3, b, layers, heads, dim);
+            tl_kv_pool *kv = ref_pool(f, 3, b, layers, heads, dim);
             const size_t strip = ref_strip(f, b, dim);
             for (uint32_t id = 0; id < 3; id++)
                 for (uint32_t layer = 0; layer < layers; layer++)
@@ -449,8 +440,8 @@ TEST(scales_lie_behind_the_rows_of_their_strip)
 
 TEST(scales_of_what_is_not_there_are_refused)
 {
-    tl_kv_pool *kv = new_pool(&ref_formats[2], 3, 4, 2, 1, 4),
-               *plain = new_pool(&ref_formats[0], 3, 4, 2, 1, 4);
+    tl_kv_pool *kv = ref_pool(&ref_formats[2], 3, 4, 2, 1, 4),
+               *plain = ref_pool(&ref_formats[0], 3, 4, 2, 1, 4);
     const struct {
         const tl_kv_pool *kv;
         uint32_t id, layer;
@@ -480,7 +471,7 @@ TEST(the_view_of_a_pool_finds_every_row_and_scale)
         for (int i = 0; i < 4; i++) {
             const struct ref_format *f = &ref_formats[format];
             const uint32_t b = dims[i][0], heads = dims[i][1], dim = dims[i][2];
-            tl_kv_pool *kv = new_pool(f, 3, b, 2, heads, dim);
+            tl_kv_pool *kv = ref_pool(f, 3, b, 2, heads, dim);
             tl_kv_view v = {.size = sizeof v};
             CHECK_STATUS(tl_kv_pool_view(kv, 1, &v), TL_OK);
             CHECK(v.dtype == f->dtype && v.reserved == 0 && v.n_blocks == 3 &&
@@ -529,7 +520,7 @@ TEST(a_copy_on_write_takes_rows_and_scales_along)
 {
     for (int format = 0; format < REF_FORMATS; format++) {
         enum { D = 5, B = 3 };
-        tl_kv_pool *kv = new_pool(&ref_formats[format], 3, B, 2, 2, D);
+        tl_kv_pool *kv = ref_pool(&ref_formats[format], 3, B, 2, 2, D);
         float x[2 * B * D], y[4][2 * B * D];
         uint64_t seed = 8;
         uint32_t copy;
@@ -563,8 +554,8 @@ TEST(appending_over_what_was_cut_off_leaves_no_trace_of_it)
         float x[T * D], other[T * D];
         uint64_t seed = 8;
         ref_row(0, &seed, x, T * D), ref_row(3, &seed, other, T * D);
-        tl_kv_pool *kv = new_pool(&ref_formats[format], 2, B, 1, 1, D),
-                   *fresh = new_pool(&ref_formats[format], 2, B, 1, 1, D);
+        tl_kv_pool *kv = ref_pool(&ref_formats[format], 2, B, 1, 1, D),
+                   *fresh = ref_pool(&ref_formats[format], 2, B, 1, 1, D);
         uint32_t ids[2];
         CHECK_STATUS(tl_kv_alloc(kv, 2, ids), TL_OK);
         CHECK_STATUS(tl_kv_alloc(fresh, 2, ids), TL_OK);
@@ -585,7 +576,7 @@ TEST(appending_over_what_was_cut_off_leaves_no_trace_of_it)
 TEST(blocks_are_evicted_in_every_format)
 {
     for (int format = 0; format < REF_FORMATS; format++) {
-        tl_kv_pool *kv = new_pool(&ref_formats[format], 2, 3, 1, 1, 5);
+        tl_kv_pool *kv = ref_pool(&ref_formats[format], 2, 3, 1, 1, 5);
         const float x[15] = {1, 2, 3};
         for (uint64_t turn = 1; turn <= 7; turn++) {
             const uint32_t id = kv_one(kv);

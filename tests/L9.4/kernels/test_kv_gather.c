@@ -8,15 +8,6 @@
 #include "kv_ref.h"
 #include "tinyllm/numerics.h"
 
-static tl_kv_pool *new_pool(const struct ref_format *f, uint32_t n_blocks, uint32_t b,
-                            uint32_t layers, uint32_t heads, uint32_t dim)
-{
-    const tl_kv_cfg cfg = {n_blocks, b, layers, heads, dim, f->dtype, f->format};
-    tl_kv_pool *kv = NULL;
-    CHECK_STATUS(tl_kv_pool_create(&cfg, &kv), TL_OK);
-    return kv;
-}
-
 /* Any bytes are rows and scales: the pool is painted, not appended to. */
 static float want_of(const tl_kv_pool *kv, const struct ref_format *f, uint32_t layer, int is_v,
                      const uint32_t *table, int64_t pos, uint32_t head, int64_t d)
@@ -106,7 +97,7 @@ TEST(every_position_comes_back_from_any_format)
             for (int i = 0; i < 5 * 6; i++) {
                 const struct ref_format *f = &ref_formats[format];
                 const uint32_t b = blocks[i / 6];
-                tl_kv_pool *kv = new_pool(f, 6, b, 2, 1 + (uint32_t)(i + format) % 3, dims[i % 6]);
+                tl_kv_pool *kv = ref_pool(f, 6, b, 2, 1 + (uint32_t)(i + format) % 3, dims[i % 6]);
                 uint32_t ids[6];
                 kv_paint(kv, (uint64_t)i + 7);
                 CHECK_STATUS(tl_kv_alloc(kv, 6, ids), TL_OK);
@@ -125,7 +116,7 @@ TEST(every_code_comes_back_times_its_scale)
     static const float scales[] = {1, -0.0f, 0.1f, 0x1p-140f, 3e38f, INFINITY, -2};
     for (int format = 1; format <= 2; format++)
         for (size_t i = 0; i < sizeof scales / sizeof *scales; i++) {
-            tl_kv_pool *kv = new_pool(&ref_formats[format], 1, 1, 1, 1, 256);
+            tl_kv_pool *kv = ref_pool(&ref_formats[format], 1, 1, 1, 1, 256);
             const uint32_t id = kv_one(kv);
             for (int c = 0; c < 256; c++)
                 kv_bytes(kv, id)[c] = (unsigned char)c;
@@ -144,7 +135,7 @@ TEST(the_callers_rounding_does_not_reach_what_is_read)
     for (int format = 0; format < REF_FORMATS; format++)
         for (int m = 0; m < 3; m++) {
             const struct ref_format *f = &ref_formats[format];
-            tl_kv_pool *kv = new_pool(f, 1, 1, 1, 1, D);
+            tl_kv_pool *kv = ref_pool(f, 1, 1, 1, 1, D);
             const uint32_t id = kv_one(kv);
             float k[D], v[D];
             kv_paint(kv, 3);
@@ -164,7 +155,7 @@ TEST(the_callers_rounding_does_not_reach_what_is_read)
 /* Shared and registered blocks are read like others, and so is what is behind a fill. */
 TEST(whose_blocks_they_are_is_not_asked)
 {
-    tl_kv_pool *kv = new_pool(&ref_formats[2], 3, 2, 1, 1, 4);
+    tl_kv_pool *kv = ref_pool(&ref_formats[2], 3, 2, 1, 1, 4);
     kv_paint(kv, 9);
     const uint32_t table[] = {kv_named(kv, 5), kv_one(kv)};
     tl_kv_ref(kv, table[1]);
@@ -204,7 +195,7 @@ static void refuse(tl_kv_pool *kv, const struct call *c, tl_status want, const c
 TEST(each_bad_argument_is_refused_and_named)
 {
     float *const k = painted[0], *const v = painted[1], *const last = (float *)(UINTPTR_MAX - 15);
-    tl_kv_pool *kv = new_pool(&ref_formats[1], 5, 4, 2, 2, 2);
+    tl_kv_pool *kv = ref_pool(&ref_formats[1], 5, 4, 2, 2, 2);
     uint32_t ids[3];
     CHECK_STATUS(tl_kv_alloc(kv, 3, ids), TL_OK);
     const uint32_t cached = kv_named(kv, 6);
@@ -251,7 +242,7 @@ TEST(each_bad_argument_is_refused_and_named)
 TEST(the_first_fault_decides)
 {
     float *const k = painted[0], *const v = painted[1];
-    tl_kv_pool *kv = new_pool(&ref_formats[1], 3, 4, 2, 2, 2);
+    tl_kv_pool *kv = ref_pool(&ref_formats[1], 3, 4, 2, 2, 2);
     const uint32_t bad[] = {kv_one(kv), 2}, good[] = {0, kv_one(kv)};
     struct call c = {NULL, 2, NULL, -1, 7, 2, k, k, INT64_MAX, 2};
     refuse(kv, &c, TL_EINVAL, "pool is NULL");
@@ -281,7 +272,7 @@ TEST(the_first_fault_decides)
 TEST(keys_and_values_may_be_interleaved)
 {
     enum { T = 5, H = 2, D = 3 };
-    tl_kv_pool *kv = new_pool(&ref_formats[3], 2, 4, 1, H, D);
+    tl_kv_pool *kv = ref_pool(&ref_formats[3], 2, 4, 1, H, D);
     uint32_t ids[2];
     float y[T][2][H][D];
     kv_paint(kv, 1);
@@ -300,7 +291,7 @@ TEST(keys_and_values_may_be_interleaved)
 
 TEST(no_positions_are_fine)
 {
-    tl_kv_pool *kv = new_pool(&ref_formats[0], 1, 4, 1, 2, 2);
+    tl_kv_pool *kv = ref_pool(&ref_formats[0], 1, 4, 1, 2, 2);
     tl_set_last_error("as it was");
     CHECK_STATUS(tl_kv_gather_f32(kv, 0, NULL, 0, INT64_MAX, 0, NULL, NULL, INT64_MIN, INT64_MAX),
                  TL_OK);
@@ -316,7 +307,7 @@ TEST(strides_that_are_not_taken_may_be_anything)
 {
     enum { D = 3 };
     for (int format = 0; format < REF_FORMATS; format++) {
-        tl_kv_pool *kv = new_pool(&ref_formats[format], 1, 4, 1, 1, D);
+        tl_kv_pool *kv = ref_pool(&ref_formats[format], 1, 4, 1, 1, D);
         const uint32_t id = kv_one(kv);
         const float x[2][D] = {{1, 2, 3}, {4, 5, 6}};
         float y[2][D];

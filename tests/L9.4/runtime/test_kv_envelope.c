@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /* test_kv_envelope.c: blocks as bytes: what export writes, and that import takes in only what is
  * whole. */
+#include "envelope_ref.h"
 #include "kv_check.h"
 #include "runtime/crc32c.h"
 
@@ -16,35 +17,12 @@ enum {
     HEADER = 28
 };
 
-static void put(unsigned char *p, uint64_t x, int n)
-{
-    for (int i = 0; i < n; i++)
-        p[i] = (unsigned char)(x >> 8 * i);
-}
-
 static uint64_t get(const unsigned char *p, int n)
 {
     uint64_t x = 0;
     for (int i = n; i-- > 0;)
         x = x << 8 | p[i];
     return x;
-}
-
-/* Bit by bit, so that a wrong tl_crc32c cannot vouch for itself. */
-static uint32_t crc_ref(const unsigned char *p, size_t n)
-{
-    uint32_t reg = 0xFFFFFFFFu;
-    for (size_t i = 0; i < n; i++) {
-        reg ^= p[i];
-        for (int bit = 0; bit < 8; bit++)
-            reg = reg & 1 ? reg >> 1 ^ 0x82F63B78u : reg >> 1;
-    }
-    return ~reg;
-}
-
-static void seal(unsigned char *p, size_t len)
-{
-    put(p + len - 4, crc_ref(p, len - 4), 4);
 }
 
 /* A pool of [2][2 heads][4 tokens][8] blocks, of which three are used: full and hashed, full,

@@ -1,31 +1,9 @@
 /* SPDX-License-Identifier: MIT */
 /* test_kv_envelope_formats.c: envelopes of every format: their bytes, and that a pool takes in none
  * of another format. */
+#include "envelope_ref.h"
 #include "kv_check.h"
 #include "kv_ref.h"
-
-static void put(unsigned char *p, uint64_t x, int n)
-{
-    for (int i = 0; i < n; i++)
-        p[i] = (unsigned char)(x >> 8 * i);
-}
-
-/* Bit by bit, so that a wrong tl_crc32c cannot vouch for itself. */
-static uint32_t crc_ref(const unsigned char *p, size_t n)
-{
-    uint32_t reg = 0xFFFFFFFFu;
-    for (size_t i = 0; i < n; i++) {
-        reg ^= p[i];
-        for (int bit = 0; bit < 8; bit++)
-            reg = reg & 1 ? reg >> 1 ^ 0x82F63B78u : reg >> 1;
-    }
-    return ~reg;
-}
-
-static void seal(unsigned char *p, size_t len)
-{
-    put(p + len - 4, crc_ref(p, len - 4), 4);
-}
 
 struct shape {
     uint32_t b, layers, heads, dim;
@@ -38,10 +16,7 @@ enum { SHAPES = sizeof shapes / sizeof *shapes };
 
 static tl_kv_pool *new_pool(const struct ref_format *f, uint32_t n_blocks, const struct shape *s)
 {
-    const tl_kv_cfg cfg = {n_blocks, s->b, s->layers, s->heads, s->dim, f->dtype, f->format};
-    tl_kv_pool *kv = NULL;
-    CHECK_STATUS(tl_kv_pool_create(&cfg, &kv), TL_OK);
-    return kv;
+    return ref_pool(f, n_blocks, s->b, s->layers, s->heads, s->dim);
 }
 
 static size_t block_bytes(const struct ref_format *f, const struct shape *s)
