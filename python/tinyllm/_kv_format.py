@@ -50,6 +50,16 @@ class KvFormat:
     def has_scales(self) -> bool:
         return self.element.itemsize == 1
 
+    def row_bytes(self, dim: int) -> int:
+        """A position of one KV head, of K or of V, with its scale."""
+        return dim * self.element.itemsize + 4 * self.has_scales
+
+    def strip_bytes(self, block_tokens: int, dim: int) -> int:
+        """A block's positions of one KV head: their elements are filled up to whole floats where
+        scales follow (kv_pool.h)."""
+        padding = -block_tokens * dim % 4 if self.has_scales else 0
+        return block_tokens * self.row_bytes(dim) + padding
+
 
 _WIDER: Final = f"a cache of dtype={BF16!r} holds all but NaN"
 FORMATS: Final = {

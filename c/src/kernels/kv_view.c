@@ -71,6 +71,15 @@ struct scales {
         }                                                                                     \
     }
 
+static tl_status check_strides(const char *fn, const struct axis axis[3])
+{
+    for (int i = 0; i < 3; i++)
+        if (axis[i].stride < 0)
+            return tl_fail(TL_EINVAL, fn, "view: %s = %lld is negative", axis[i].name,
+                           (long long)axis[i].stride);
+    return TL_OK;
+}
+
 static tl_status check_no_scales(const char *fn, const tl_kv_view *view, const struct scales *s)
 {
     const char *given = s->base ? s->name : NULL;
@@ -92,10 +101,7 @@ static tl_status check_scales(const char *fn, const tl_kv_view *view, const stru
     if ((uintptr_t)s->base % _Alignof(float) != 0)
         return tl_fail(TL_EINVAL, fn, "view: %s at %p is not aligned for floats", s->name,
                        (const void *)s->base);
-    for (int i = 0; i < 3; i++)
-        if (s->axis[i].stride < 0)
-            return tl_fail(TL_EINVAL, fn, "view: %s = %lld is negative", s->axis[i].name,
-                           (long long)s->axis[i].stride);
+    TL_TRY(check_strides(fn, s->axis));
     if (!tl_span_of(s->base, sizeof(float), 1, s->axis, 3, &span))
         return tl_fail(TL_EINVAL, fn, "view: %s from %p on passes the address space", s->name,
                        (const void *)s->base);
@@ -115,10 +121,7 @@ static tl_status check_side(const char *fn, const char *name, const void *base, 
 {
     struct span span;
     int64_t stepped_over;
-    for (int i = 0; i < 3; i++)
-        if (axis[i].stride < 0)
-            return tl_fail(TL_EINVAL, fn, "view: %s = %lld is negative", axis[i].name,
-                           (long long)axis[i].stride);
+    TL_TRY(check_strides(fn, axis));
     if (view->n_blocks == 0)
         return TL_OK;
     const struct axis *bad = tl_overlapping_axis(width, axis, 3, &stepped_over);

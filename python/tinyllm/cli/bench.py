@@ -102,8 +102,7 @@ class Shape:
     @property
     def row_bytes(self) -> int:
         """A position of one KV head, of K or of V."""
-        form = FORMATS[self.dtype]
-        return form.element.itemsize * self.dim + 4 * form.has_scales
+        return FORMATS[self.dtype].row_bytes(self.dim)
 
     @property
     def call_bytes(self) -> int:
@@ -118,10 +117,8 @@ class Shape:
     @property
     def layer_bytes(self) -> int:
         """What a layer takes in the pool."""
-        strip = self.block * self.row_bytes
-        return (
-            2 * self.blocks * self.kv_heads * (strip + -strip % 4 * FORMATS[self.dtype].has_scales)
-        )
+        strip = FORMATS[self.dtype].strip_bytes(self.block, self.dim)
+        return 2 * self.blocks * self.kv_heads * strip
 
     @property
     def other_bytes(self) -> int:

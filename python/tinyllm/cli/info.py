@@ -123,13 +123,11 @@ def cache_facts(
 ) -> dict[str, int | str]:
     """What K and V of all layers take, as ``tl_kv_pool`` lays a block out."""
     strips = 2 * kv_heads * layers
-    row, scale = dim * form.element.itemsize, 4 if form.has_scales else 0
-    padding = -block * row % 4 if form.has_scales else 0
     return {
         "dtype": form.name,
         "block_tokens": block,
-        "token_bytes": strips * (row + scale),
-        "block_bytes": strips * (block * (row + scale) + padding),
+        "token_bytes": strips * form.row_bytes(dim),
+        "block_bytes": strips * form.strip_bytes(block, dim),
         "blocks_for_1024_tokens": -(-1024 // block),
     }
 
