@@ -127,10 +127,16 @@ V16_INLINE v16 v16_load_i8_n(const int8_t *p, int64_t n)
     return v16_load_i8(lanes);
 }
 
-/* Sixteen codes of e4m3, sign extended: the sign is in bit 15 and in bit 14 it does not belong. */
+/* Sixteen codes of e4m3, sign extended, in the places of f16's fields: the sign comes into bit 15,
+ * and into bit 14, where it does not belong. NaN is not yet one of f16. */
+V16_INLINE __m256i e4m3_fields(__m256i code)
+{
+    return _mm256_and_si256(_mm256_slli_epi16(code, 7), _mm256_set1_epi16(-0x4001));
+}
+
 V16_INLINE __m256i e4m3_halves(__m256i code)
 {
-    const __m256i h = _mm256_and_si256(_mm256_slli_epi16(code, 7), _mm256_set1_epi16(-0x4001));
+    const __m256i h = e4m3_fields(code);
     const __m256i nan =
         _mm256_cmpeq_epi16(_mm256_add_epi16(h, h), _mm256_set1_epi16(0x7F00));
     return _mm256_or_si256(h, _mm256_and_si256(nan, _mm256_set1_epi16(0x7E00)));
@@ -156,8 +162,7 @@ V16_INLINE void line_to_f16(const uint8_t *p, uint16_t *h, codes_top *top)
                                                       _mm256_set1_epi8(0x7F)));
     for (int i = 0; i < 64; i += 16) {
         const __m256i code = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(p + i)));
-        _mm256_storeu_si256((__m256i *)(h + i), _mm256_and_si256(_mm256_slli_epi16(code, 7),
-                                                                 _mm256_set1_epi16(-0x4001)));
+        _mm256_storeu_si256((__m256i *)(h + i), e4m3_fields(code));
     }
 }
 

@@ -113,11 +113,16 @@ V16_INLINE v16 v16_load_i8_n(const int8_t *p, int64_t n)
     return v16_load_i8(lanes);
 }
 
-/* Sign extension brings the sign into bit 15, and into bit 14, where it does not belong. */
+/* Codes of e4m3, sign extended, in the places of f16's fields: the sign comes into bit 15, and into
+ * bit 14, where it does not belong. NaN is not yet one of f16. */
+V16_INLINE uint16x8_t e4m3_fields(int16x8_t code)
+{
+    return vandq_u16(vreinterpretq_u16_s16(vshlq_n_s16(code, 7)), vdupq_n_u16(0xBFFF));
+}
+
 V16_INLINE uint16x8_t e4m3_halves(int16x8_t code)
 {
-    const uint16x8_t h =
-        vandq_u16(vreinterpretq_u16_s16(vshlq_n_s16(code, 7)), vdupq_n_u16(0xBFFF));
+    const uint16x8_t h = e4m3_fields(code);
     const uint16x8_t nan = vceqq_u16(vaddq_u16(h, h), vdupq_n_u16(0x7F00));
     return vorrq_u16(h, vandq_u16(nan, vdupq_n_u16(0x7E00)));
 }
@@ -140,9 +145,7 @@ V16_INLINE void line_to_f16(const uint8_t *p, uint16_t *h, codes_top *top)
     for (int i = 0; i < 64; i += 16)
         *top = vmaxq_u8(*top, vandq_u8(vld1q_u8(p + i), vdupq_n_u8(0x7F)));
     for (int i = 0; i < 64; i += 8)
-        vst1q_u16(h + i, vandq_u16(vreinterpretq_u16_s16(vshlq_n_s16(
-                                       vmovl_s8(vld1_s8((const int8_t *)p + i)), 7)),
-                                   vdupq_n_u16(0xBFFF)));
+        vst1q_u16(h + i, e4m3_fields(vmovl_s8(vld1_s8((const int8_t *)p + i))));
 }
 
 V16_INLINE v16 v16_load_e4m3(const uint8_t *p)
