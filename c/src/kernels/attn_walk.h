@@ -4,8 +4,8 @@
 #ifndef TL_ATTN_WALK_H
 #define TL_ATTN_WALK_H
 
-#include "numerics/vec.h"
 #include "kernels/attn_rows.h"
+#include "kernels/kv_load.h"
 
 typedef struct attn_job job_t;
 typedef struct attn_work work_t;

@@ -5,7 +5,7 @@
 #ifndef TL_KV_LAYOUT_H
 #define TL_KV_LAYOUT_H
 
-#include "kernels/kv_format.h"
+#include "runtime/kv_format.h"
 #include "tinyllm/kv_view.h"
 
 /* One side (K or V): element d of (sequence, KV head, block, slot) lies at base + the sum of index

@@ -38,7 +38,7 @@ static void copy(char *y, const char *x, int64_t n)
     memcpy(y, x, (size_t)n);
 }
 
-/* n <= PIECE floats in a format without scales. */
+/* n floats in a format without scales. */
 static void narrow(const struct kv_store *s, const float *x, void *y, int64_t n)
 {
     switch (s->to) {

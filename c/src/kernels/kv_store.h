@@ -5,7 +5,7 @@
 #define TL_KV_STORE_H
 
 #include "kernels/kernels.h"
-#include "kernels/kv_format.h"
+#include "runtime/kv_format.h"
 #include "tinyllm/numerics.h"
 
 struct kv_store {

@@ -9,6 +9,7 @@
 #include <string.h>
 
 #include "runtime/fail.h"
+#include "runtime/kv_format.h"
 #include "runtime/kv_inner.h"
 
 /* bytes from which block memory starts on a boundary of this size: a huge page */
@@ -145,18 +146,17 @@ static void retire(tl_kv_pool *kv, uint32_t id)
 
 /* ---- formats ---- */
 
-/* FORMAT(format, dtype, bytes of an element, bytes of a scale) */
-#define FORMATS(FORMAT)                           \
-    FORMAT(TL_KV_FORMAT_F16, TL_F16, 2, 0)        \
-    FORMAT(TL_KV_FORMAT_E4M3, TL_F8_E4M3, 1, 4)   \
-    FORMAT(TL_KV_FORMAT_I8, TL_I8, 1, 4)          \
-    FORMAT(TL_KV_FORMAT_BF16, TL_BF16, 2, 0)      \
-    FORMAT(TL_KV_FORMAT_F32, TL_F32, 4, 0)
+/* FORMAT(format, dtype) */
+#define FORMATS(FORMAT)                     \
+    FORMAT(TL_KV_FORMAT_F16, TL_F16)        \
+    FORMAT(TL_KV_FORMAT_E4M3, TL_F8_E4M3)   \
+    FORMAT(TL_KV_FORMAT_I8, TL_I8)          \
+    FORMAT(TL_KV_FORMAT_BF16, TL_BF16)      \
+    FORMAT(TL_KV_FORMAT_F32, TL_F32)
 
 struct format {
     uint32_t format;
     tl_dtype dtype;
-    size_t element, scale;
 };
 
 /* NULL where there is none. */
@@ -179,14 +179,15 @@ bool tl_kv_format_is_known(uint32_t format)
 bool tl_kv_measure(const tl_kv_cfg *cfg, struct kv_sizes *out)
 {
     const struct format *format = find_format(cfg->format);
+    const size_t scale = kv_has_scales(format->dtype) ? sizeof(float) : 0;
     size_t scales;
-    if (!tl_mul_size(cfg->head_dim, format->element, &out->row) ||
+    if (!tl_mul_size(cfg->head_dim, (size_t)kv_elem_bytes(format->dtype), &out->row) ||
         !tl_mul_size(out->row, cfg->block_tokens, &out->rows))
         return false;
-    const size_t padding = format->scale ? -out->rows % format->scale : 0;
-    out->scale = format->scale;
+    const size_t padding = scale ? -out->rows % scale : 0;
+    out->scale = scale;
     return tl_add_size(out->rows, padding, &out->scales) &&
-           tl_mul_size(cfg->block_tokens, format->scale, &scales) &&
+           tl_mul_size(cfg->block_tokens, scale, &scales) &&
            tl_add_size(out->scales, scales, &out->strip) &&
            tl_mul_size(out->strip, cfg->n_kv_heads, &out->slab) &&
            tl_mul_size(out->slab, cfg->n_layers, &out->block) &&
@@ -209,7 +210,7 @@ static tl_status check_cfg(const char *fn, const tl_kv_cfg *cfg)
         if (dims[i].value == 0)
             return tl_fail(TL_EINVAL, fn, "%s is 0", dims[i].name);
     const struct format *format = find_format(cfg->format);
-#define FORMAT(name, dtype, ...) "; " #name " is of " #dtype
+#define FORMAT(name, dtype) "; " #name " is of " #dtype
     if (!format || cfg->dtype != format->dtype)
         return tl_fail(TL_EUNSUPPORTED, fn, "format %u of dtype %d" FORMATS(FORMAT), cfg->format,
                        cfg->dtype);

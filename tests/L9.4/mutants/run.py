@@ -53,7 +53,7 @@ PER_ISA = (
     "kernels/attn_values",
     "kernels/attn_walk",
     "kernels/attn_widen",
-    "kernels/kv_format",
+    "kernels/kv_load",
 )
 # Sources in which no fault can be planted that compiles and changes what the library does here.
 NOTHING_TO_PLANT = {
