@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT */
-/* kv_load.h: elements of K and V widened, for files that are compiled once per instruction set: from
- * element d on of the row at `row`, the first n of sixteen, one register's, or the first n of one
- * register's. */
+/* kv_load.h: elements of K and V widened, for files that are compiled once per instruction set:
+ * from element d on of the row at `row`, the first n of sixteen, one register's, or the first n of
+ * one register's. */
 #ifndef TL_KV_LOAD_H
 #define TL_KV_LOAD_H
 
