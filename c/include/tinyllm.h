@@ -11,6 +11,7 @@
 #include "tinyllm/arena.h"
 #include "tinyllm/pool.h"
 #include "tinyllm/kv_pool.h"
+#include "tinyllm/prefix.h"
 #include "tinyllm/kv_view.h"
 #include "tinyllm/numerics.h"
 #include "tinyllm/softmax.h"

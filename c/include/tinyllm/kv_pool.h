@@ -19,8 +19,9 @@
  *
  * A block is in exactly one state, so that free + used + cached == n_blocks always:
  *   free    no reference, not registered
- *   used    at least one reference
- *   cached  no reference, registered under a hash: a lookup revives it, an allocation may evict it
+ *   used    at least one reference, or kept for a block behind it in a prefix index (prefix.h)
+ *   cached  no reference, registered under a hash or in a prefix index: a lookup or a match revives
+ *           it, an allocation may evict it
  *
  * Words. fill: how many positions of a block hold data. hash: the name of a full block, chained
  * over its prefix.
@@ -51,6 +52,7 @@
 /* every slab starts on it whenever a slab's size is a multiple of it */
 #define TL_KV_ALIGN 64u
 #define TL_KV_MAX_REFS UINT32_MAX   /* references one block can have */
+#define TL_KV_HASH_PREFIX UINT64_MAX /* what tl_kv_blocks_get says of a block in a prefix index */
 
 typedef struct tl_kv_pool tl_kv_pool;
 
@@ -70,11 +72,19 @@ typedef struct {
     uint64_t unrepresentable;
 } tl_kv_stats;
 
-/* A block at one moment. refs > 0: used; no reference and a hash: cached; else free. 16 bytes. */
+/* A block at one moment. refs > 0: used; no reference and a hash: cached, or kept for one behind it
+ * in a prefix index; else free. 16 bytes. */
 typedef struct {
-    uint64_t hash;       /* it is registered under; 0: it is not */
+    uint64_t hash;       /* it is registered under, TL_KV_HASH_PREFIX: it is in a prefix index; 0:
+                            neither */
     uint32_t refs, fill; /* a free block's fill is 0 */
 } tl_kv_block;
+
+/* What a step takes from the pool. 8 bytes. */
+typedef struct {
+    uint32_t fresh, copies; /* blocks that hold new positions only; copies of what must not be
+                               written */
+} tl_kv_needs;
 
 TL_BEGIN_DECLS
 
@@ -149,9 +159,12 @@ TL_API uint32_t tl_kv_fill(const tl_kv_pool *kv, uint32_t id);
 /* References held on a block; 0 with the slot set for a bad id. */
 TL_API uint32_t tl_kv_refs(const tl_kv_pool *kv, uint32_t id);
 
-/* The name of a full block: FNV-1a 64 over the parent's hash (8 bytes, little-endian; 0 for the
- * first block) and then each token id (4 bytes each); a result of 0 becomes 1. A salt is a non-zero
- * first parent. Pure and reentrant. 0 with the slot set where toks is NULL with n > 0. */
+/* A name for a full block, for callers who keep an index of their own. It resists no attacker: two
+ * blocks of ordinary tokens with one name are found in less than a second, and who hits the wrong
+ * one reads another's K and V; prefix.h compares tokens instead. FNV-1a 64 over the parent's hash
+ * (8 bytes, little-endian; 0 for the first block) and then each token id (4 bytes each); a result
+ * of 0 becomes 1. A salt is a non-zero first parent. Pure and reentrant. 0 with the slot set where
+ * toks is NULL with n > 0. */
 TL_API uint64_t tl_kv_block_hash(uint64_t parent, const uint32_t *toks, uint32_t n);
 
 /* Enters a used, full block into the index under a non-zero hash; again under the same hash is
@@ -249,6 +262,49 @@ TL_API tl_status tl_kv_blocks_get(const tl_kv_pool *kv, uint32_t first, uint32_t
  * begin, or an earlier result to go on from. tl_crc32c("123456789", 9, 0) == 0xE3069283. Any
  * alignment. Reentrant. NULL with n > 0: crc unchanged, with the slot set. */
 TL_API uint32_t tl_crc32c(const void *data, size_t n, uint32_t crc);
+
+/* Makes room for the new tokens of a step, before its first tl_kv_append: every block that they
+ * will be written to is there and the sequence's own. Where the first new position falls into a
+ * block that others hold too, or that is registered or in a prefix index, the table gets a copy, as
+ * by tl_kv_cow, with the positions before it as its fill; blocks behind the last that holds
+ * anything are allocated, with fill 0, whatever stood in the table there.
+ *
+ *   block_tables   [B][table_stride] u32, in and out; entries past those needed stay
+ *   cu_seqlens, ctx_lens   as tl_kv_append: new tokens, and lengths with them
+ *   dry            not 0: nothing is taken and no table written; needs alone is
+ *   needs          what is, or would be, taken; may be NULL unless dry. Written with TL_EFULL too
+ *
+ * Blocks are taken in the order of the sequences. Where as many sequences of the step as hold a
+ * block write to it, the last keeps it.
+ *
+ * Errors, nothing taken and no table written, the first of these decides; no tokens: TL_OK.
+ *   TL_EINVAL   kv NULL; B < 0; block_tables or ctx_lens NULL with B > 0; needs NULL with dry
+ *   TL_EINVAL   table_stride < 1, or tables that do not fit in memory
+ *   TL_EINVAL   cu_seqlens does not begin at 0, or decreases
+ *   TL_EINVAL   sequence by sequence: ctx_len below its tokens, or past the table
+ *   TL_EINVAL   entry by entry of those that hold the last position before the new ones where these
+ *               begin inside its block: an id out of range, a block that is not used, or one that
+ *               stands in more tables than it has references
+ *   TL_EFULL    free + cached are fewer than needed: the message says how many are missing */
+TL_API tl_status tl_kv_reserve(tl_kv_pool *kv, uint32_t *block_tables, int64_t table_stride,
+                               const int32_t *cu_seqlens, const int32_t *ctx_lens, int64_t B,
+                               int dry, tl_kv_needs *needs);
+
+/* The cached blocks that the next allocations evict, n at most, first things first: ids[*n_found].
+ *
+ * Errors, nothing written, the first of these decides:
+ *   TL_EINVAL   kv or n_found NULL, or ids NULL with n > 0 */
+TL_API tl_status tl_kv_oldest(const tl_kv_pool *kv, uint32_t n, uint32_t *ids, uint32_t *n_found);
+
+/* Gives the memory of free blocks back to the operating system, but for the `keep` that were freed
+ * last; it is taken again, as zeros, when they are used. *bytes is how much that was: whole pages,
+ * and those of blocks that were given back before are not counted again. Nothing, 0 bytes, where
+ * the pool's memory came from a caller's allocator hook.
+ *
+ * Errors, nothing given back:
+ *   TL_EINVAL   kv or bytes NULL
+ *   TL_EIO      the system refused; what went before that has gone */
+TL_API tl_status tl_kv_trim(tl_kv_pool *kv, uint32_t keep, uint64_t *bytes);
 
 /* Stores the new K and V of a step's tokens, one layer's, in the pool's format. What is appended
  * are the last positions that attention over the same ctx_lens then sees.
