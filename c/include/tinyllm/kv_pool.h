@@ -120,7 +120,8 @@ TL_API void tl_kv_ref(tl_kv_pool *kv, uint32_t id);
  * registered, else free.
  *
  * Errors, nothing changed:
- *   TL_EINVAL   kv NULL, id out of range, or a block that is not used */
+ *   TL_EINVAL   kv NULL, id out of range, or a block that is not used: nobody holds a reference, or
+ *               tl_prefix_pin alone */
 TL_API tl_status tl_kv_unref(tl_kv_pool *kv, uint32_t id);
 
 /* A block that may be written in place of `id`, for one of its holders. One reference: *out = id.
@@ -174,7 +175,7 @@ TL_API uint64_t tl_kv_block_hash(uint64_t parent, const uint32_t *toks, uint32_t
  *   TL_EINVAL   kv NULL, id out of range, or a block that is not used
  *   TL_EINVAL   a block that is not full
  *   TL_EINVAL   hash 0
- *   TL_EINVAL   registered under another hash
+ *   TL_EINVAL   registered under another hash, or in a prefix index
  *   TL_EBUSY    another block is registered under the hash */
 TL_API tl_status tl_kv_register(tl_kv_pool *kv, uint32_t id, uint64_t hash);
 

@@ -97,7 +97,8 @@ TL_API tl_status tl_prefix_peek(const tl_prefix *px, const void *ns, size_t ns_b
  *
  *   twins   [n], or NULL to leave out: for each block its twin, on which the caller then has a
  *           reference, to put it into his table and give up his own; TL_PREFIX_NONE where there is
- *           none, or one that has TL_KV_MAX_REFS references
+ *           none, or one that has TL_KV_MAX_REFS references. Without twins the last of them counts
+ *           as used just now, and what is in front of it
  *
  * Errors, nothing entered, twins untouched, the first of these decides; n == 0: TL_OK where the
  * first two do not.
@@ -114,8 +115,8 @@ TL_API tl_status tl_prefix_insert(tl_prefix *px, const void *ns, size_t ns_bytes
                                   const uint32_t *block_table, uint32_t *twins);
 
 /* Keeps the first n_tokens / block_tokens blocks of some tokens from eviction until tl_prefix_unpin
- * has been called as often with the same tokens: the last of them gets one reference of the index's
- * own.
+ * has been called as often with the same tokens: each time the last of them gets one reference of
+ * the index's own, which tl_kv_unref does not take.
  *
  * Errors, nothing pinned, the first of these decides:
  *   TL_EINVAL      px NULL; ns NULL with ns_bytes > 0; the pool is gone

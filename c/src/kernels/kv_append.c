@@ -238,8 +238,9 @@ static tl_status fail_at(const struct append *a, const struct findings *found, s
     const struct kv_block *block = &a->kv->block[id];
     if (kv_refs(a->kv, id) == 0)
         return tl_fail(TL_EINVAL, a->fn, "%s = %u is not used", name, id);
-    if (block->hash != 0)
-        return tl_fail(TL_EBUSY, a->fn, "%s = %u is registered", name, id);
+    if (kv_frozen(a->kv, id))
+        return tl_fail(TL_EBUSY, a->fn, "%s = %u is %s", name, id,
+                       kv_in_prefix(a->kv, id) ? "in the prefix index" : "registered");
     return tl_fail(TL_EBUSY, a->fn, "%s = %u has %u references", name, id, block->refs);
 }
 

@@ -36,7 +36,9 @@ struct kv_block {
     uint32_t next;   /* free: the next free block; cached: the one used next after this */
     /* cached: the one used last before this; used: which table entry named it, see kv_append.c */
     uint32_t prev;
-    uint32_t chain;  /* registered: the next block in the same bucket */
+    /* registered: the next block in the same bucket; in the prefix index: this block's own id, which
+     * it is nowhere else */
+    uint32_t chain;
     uint32_t bucket; /* of bucket number <this block's id>: its first block */
 };
 
@@ -51,6 +53,7 @@ struct tl_kv_pool {
     uint64_t n_unrepresentable;
     uint32_t free_head;      /* touched free blocks, last freed first */
     uint32_t oldest, newest; /* cached blocks, by when they were last used */
+    struct tl_prefix *prefix; /* the index of this pool, or NULL */
     struct kv_block block[]; /* [n_blocks] */
 };
 
@@ -60,11 +63,23 @@ static inline uint32_t kv_refs(const tl_kv_pool *kv, uint32_t id)
     return id < kv->n_touched ? kv->block[id].refs : 0;
 }
 
-/* Whether a used block may be written in place: its one holder is the writer, and no hash stands
+/* Whether a touched block stands in the prefix index. */
+static inline bool kv_in_prefix(const tl_kv_pool *kv, uint32_t id)
+{
+    return kv->block[id].chain == id && kv->block[id].hash == 0;
+}
+
+/* Whether a hash or a place in the prefix index stands for the contents of a touched block. */
+static inline bool kv_frozen(const tl_kv_pool *kv, uint32_t id)
+{
+    return kv->block[id].hash != 0 || kv_in_prefix(kv, id);
+}
+
+/* Whether a used block may be written in place: its one holder is the writer, and nothing stands
  * for its contents. */
 static inline bool kv_writable(const tl_kv_pool *kv, uint32_t id)
 {
-    return kv->block[id].refs == 1 && kv->block[id].hash == 0;
+    return kv->block[id].refs == 1 && !kv_frozen(kv, id);
 }
 
 /* One layer's K or V slab; id and layer in range. */
@@ -94,6 +109,16 @@ bool tl_kv_measure(const tl_kv_cfg *cfg, struct kv_sizes *out);
 /* Takes one block with one reference and fill 0, evicting where nothing is free. kv_available() >
  * 0. */
 uint32_t tl_kv_take(tl_kv_pool *kv);
+
+/* A block without references that counts as used becomes cached, as the most recently used. */
+void tl_kv_cache(tl_kv_pool *kv, uint32_t id);
+
+/* A cached block counts as used again. */
+void tl_kv_revive(tl_kv_pool *kv, uint32_t id);
+
+/* A used block that is neither registered nor in the prefix index, and has no reference any more,
+ * becomes free. */
+void tl_kv_release(tl_kv_pool *kv, uint32_t id);
 
 /* Enters a used, full, unregistered block under a non-zero hash, unless another block holds it:
  * then that one's id, else `id`. */

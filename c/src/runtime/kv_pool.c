@@ -4,13 +4,14 @@
  *
  * Words. touched: allocated at least once. index: registered blocks by hash. oldest, newest: the
  * ends of the list of cached blocks in order of last use. kv_inner.h explains the structures;
- * kv_envelope.c holds export and import. */
+ * kv_envelope.c holds export and import, prefix.c the index by tokens. */
 #include <inttypes.h>
 #include <string.h>
 
 #include "runtime/fail.h"
 #include "runtime/kv_format.h"
 #include "runtime/kv_inner.h"
+#include "runtime/prefix_inner.h"
 
 /* bytes from which block memory starts on a boundary of this size: a huge page */
 #define LARGE_DATA ((size_t)2 << 20)
@@ -107,11 +108,26 @@ static void cached_remove(tl_kv_pool *kv, uint32_t id)
     kv->n_cached--;
 }
 
+void tl_kv_cache(tl_kv_pool *kv, uint32_t id)
+{
+    kv->n_used--;
+    cached_append(kv, id);
+}
+
+void tl_kv_revive(tl_kv_pool *kv, uint32_t id)
+{
+    cached_remove(kv, id);
+    kv->n_used++;
+}
+
 static uint32_t evict_oldest(tl_kv_pool *kv)
 {
     const uint32_t id = kv->oldest;
     cached_remove(kv, id);
-    index_remove(kv, id);
+    if (kv_in_prefix(kv, id))
+        tl_prefix_evict(kv->prefix, id);
+    else
+        index_remove(kv, id);
     kv->n_evictions += kv->n_evictions != UINT32_MAX;
     return id;
 }
@@ -134,11 +150,17 @@ uint32_t tl_kv_take(tl_kv_pool *kv)
 /* The last reference is gone. */
 static void retire(tl_kv_pool *kv, uint32_t id)
 {
+    if (kv_in_prefix(kv, id))
+        tl_prefix_retire(kv->prefix, id);
+    else if (kv->block[id].hash != 0)
+        tl_kv_cache(kv, id);
+    else
+        tl_kv_release(kv, id);
+}
+
+void tl_kv_release(tl_kv_pool *kv, uint32_t id)
+{
     kv->n_used--;
-    if (kv->block[id].hash != 0) {
-        cached_append(kv, id);
-        return;
-    }
     kv->block[id].fill = 0;
     kv->block[id].next = kv->free_head;
     kv->free_head = id;
@@ -283,6 +305,8 @@ void tl_kv_pool_destroy(tl_kv_pool *kv)
 {
     if (!kv)
         return;
+    if (kv->prefix)
+        tl_prefix_detach(kv->prefix);
     const tl_allocator self_owner = kv->self_owner;
     tl_owned_free(&kv->data_owner, kv->data);
     tl_owned_free(&self_owner, kv);
@@ -305,6 +329,16 @@ tl_status tl_kv_check_used(const char *fn, const tl_kv_pool *kv, uint32_t id)
     TL_TRY(check_id(fn, kv, id));
     if (kv_refs(kv, id) == 0)
         return tl_fail(TL_EINVAL, fn, "block %u is not used: nobody holds a reference", id);
+    return TL_OK;
+}
+
+/* Whether a caller can hold a reference: pins are the prefix index's own. */
+static tl_status check_held(const char *fn, const tl_kv_pool *kv, uint32_t id)
+{
+    TL_TRY(tl_kv_check_used(fn, kv, id));
+    if (kv_in_prefix(kv, id) && tl_prefix_pins(kv->prefix, id) == kv->block[id].refs)
+        return tl_fail(TL_EINVAL, fn, "block %u has no reference but for its %u pins", id,
+                       kv->block[id].refs);
     return TL_OK;
 }
 
@@ -337,7 +371,7 @@ void tl_kv_ref(tl_kv_pool *kv, uint32_t id)
 
 tl_status tl_kv_unref(tl_kv_pool *kv, uint32_t id)
 {
-    TL_TRY(tl_kv_check_used("tl_kv_unref", kv, id));
+    TL_TRY(check_held("tl_kv_unref", kv, id));
     if (--kv->block[id].refs == 0)
         retire(kv, id);
     return TL_OK;
@@ -353,7 +387,7 @@ tl_status tl_kv_cow(tl_kv_pool *kv, uint32_t id, uint32_t *out)
     static const char fn[] = "tl_kv_cow";
     if (!out)
         return tl_fail(TL_EINVAL, fn, "out is NULL");
-    TL_TRY(tl_kv_check_used(fn, kv, id));
+    TL_TRY(check_held(fn, kv, id));
     if (kv->block[id].refs == 1) {
         *out = id;
         return TL_OK;
@@ -376,8 +410,9 @@ tl_status tl_kv_cow(tl_kv_pool *kv, uint32_t id, uint32_t *out)
 static tl_status check_fill_may_change(const char *fn, const tl_kv_pool *kv, uint32_t id)
 {
     TL_TRY(tl_kv_check_used(fn, kv, id));
-    if (kv->block[id].hash != 0)
-        return tl_fail(TL_EINVAL, fn, "block %u is registered, its fill stays %u", id,
+    if (kv_frozen(kv, id))
+        return tl_fail(TL_EINVAL, fn, "block %u is %s, its fill stays %u", id,
+                       kv_in_prefix(kv, id) ? "in the prefix index" : "registered",
                        kv->block[id].fill);
     return TL_OK;
 }
@@ -449,6 +484,8 @@ tl_status tl_kv_register(tl_kv_pool *kv, uint32_t id, uint64_t hash)
                        id, block->fill, kv->cfg.block_tokens);
     if (hash == 0)
         return tl_fail(TL_EINVAL, fn, "hash 0 for block %u", id);
+    if (kv_in_prefix(kv, id))
+        return tl_fail(TL_EINVAL, fn, "block %u is in the prefix index", id);
     if (block->hash == hash)
         return TL_OK;
     if (block->hash != 0)
@@ -475,10 +512,8 @@ tl_status tl_kv_lookup(tl_kv_pool *kv, uint64_t hash, uint32_t *id)
     if (block->refs == TL_KV_MAX_REFS)
         return tl_fail(TL_EFULL, fn, "block %u has %u references, the most there can be", found,
                        TL_KV_MAX_REFS);
-    if (block->refs++ == 0) {
-        cached_remove(kv, found);
-        kv->n_used++;
-    }
+    if (block->refs++ == 0)
+        tl_kv_revive(kv, found);
     *id = found;
     return TL_OK;
 }
@@ -530,6 +565,13 @@ size_t tl_kv_block_bytes(const tl_kv_pool *kv)
     return 0;
 }
 
+static tl_kv_block look_at(const tl_kv_pool *kv, uint32_t id)
+{
+    const struct kv_block *block = &kv->block[id];
+    return (tl_kv_block){kv_in_prefix(kv, id) ? TL_KV_HASH_PREFIX : block->hash, block->refs,
+                         block->fill};
+}
+
 tl_status tl_kv_blocks_get(const tl_kv_pool *kv, uint32_t first, uint32_t n, tl_kv_block *out)
 {
     static const char fn[] = "tl_kv_blocks_get";
@@ -539,11 +581,20 @@ tl_status tl_kv_blocks_get(const tl_kv_pool *kv, uint32_t first, uint32_t n, tl_
         return tl_fail_i64(TL_EINVAL, fn,
                            "blocks %lld to %lld are out of range, the pool has %lld", first,
                            (int64_t)first + n, kv->cfg.n_blocks);
-    for (uint32_t i = 0; i < n; i++) {
-        const struct kv_block *block = &kv->block[first + i];
-        out[i] = first + i < kv->n_touched ? (tl_kv_block){block->hash, block->refs, block->fill}
-                                           : (tl_kv_block){0, 0, 0};
-    }
+    for (uint32_t i = 0; i < n; i++)
+        out[i] = first + i < kv->n_touched ? look_at(kv, first + i) : (tl_kv_block){0, 0, 0};
+    return TL_OK;
+}
+
+tl_status tl_kv_oldest(const tl_kv_pool *kv, uint32_t n, uint32_t *ids, uint32_t *n_found)
+{
+    static const char fn[] = "tl_kv_oldest";
+    if (!kv || !n_found || (!ids && n > 0))
+        return tl_fail(TL_EINVAL, fn, "%s is NULL", !kv ? "the pool" : n_found ? "ids" : "n_found");
+    uint32_t found = 0;
+    for (uint32_t id = kv->oldest; found < n && id != KV_NONE; id = kv->block[id].next)
+        ids[found++] = id;
+    *n_found = found;
     return TL_OK;
 }
 

@@ -63,6 +63,8 @@ __all__ = [
     "KvView",
     "Lib",
     "PagedAttnArgs",
+    "PrefixBlock",
+    "PrefixStats",
     "RangeFn",
     "Step",
     "TlError",
@@ -139,6 +141,8 @@ TL_KV_MAGIC: Final = b"TLKV"
 TL_KV_ENVELOPE_HEADER: Final = 28
 TL_KV_RECORD_HEADER: Final = 12
 TL_KV_ALIGN: Final = 64
+TL_KV_HASH_PREFIX: Final = (1 << 64) - 1
+TL_PREFIX_NONE: Final = (1 << 32) - 1
 TL_NUMERICS_VERSION: Final = 2
 TL_ATTN_TILE: Final = 16
 TL_ATTN_SPLIT: Final = 1024
@@ -215,6 +219,35 @@ class KvBlock(Structure):
     """``tl_kv_block``"""
 
     _fields_ = [("hash", c_uint64), ("refs", c_uint32), ("fill", c_uint32)]
+
+
+class PrefixStats(Structure):
+    """``tl_prefix_stats``"""
+
+    _fields_ = [
+        ("queries", c_uint64),
+        ("tokens_asked", c_uint64),
+        ("tokens_found", c_uint64),
+        ("blocks", c_uint64),
+        ("namespaces", c_uint64),
+        ("pins", c_uint64),
+        ("evictions", c_uint64),
+        ("age_ns", c_uint64),
+        ("last_age_ns", c_uint64),
+    ]
+
+
+class PrefixBlock(Structure):
+    """``tl_prefix_block``"""
+
+    _fields_ = [
+        ("ns", c_void_p),
+        ("ns_bytes", c_size_t),
+        ("tokens", POINTER(c_uint32)),
+        ("depth", c_int64),
+        ("parent", c_uint32),
+        ("pins", c_uint32),
+    ]
 
 
 class KvView(Structure):
@@ -328,6 +361,8 @@ STRUCTS: Final[dict[str, type[Structure]]] = {
     "tl_kv_cfg": KvConfig,
     "tl_kv_stats": KvStats,
     "tl_kv_block": KvBlock,
+    "tl_prefix_stats": PrefixStats,
+    "tl_prefix_block": PrefixBlock,
     "tl_kv_view": KvView,
     "tl_trace_event": TraceEvent,
     "tl_trace": Trace,
@@ -341,6 +376,7 @@ STRUCTS: Final[dict[str, type[Structure]]] = {
 _f32, _i32, _i64 = POINTER(c_float), POINTER(c_int32), POINTER(c_int64)
 _i8, _u8, _u16, _u32 = POINTER(c_int8), POINTER(c_uint8), POINTER(c_uint16), POINTER(c_uint32)
 _handle_out = POINTER(c_void_p)
+_of_prefix = (c_void_p, c_void_p, c_size_t, _u32, c_int64)  # index, namespace, tokens
 
 PROTOTYPES: Final[tuple[tuple[str, Any, tuple[Any, ...]], ...]] = (
     # tinyllm/abi.h
@@ -392,6 +428,7 @@ PROTOTYPES: Final[tuple[tuple[str, Any, tuple[Any, ...]], ...]] = (
     ("tl_kv_stats_get", None, (c_void_p, POINTER(KvStats))),
     ("tl_kv_blocks_get", STATUS, (c_void_p, c_uint32, c_uint32, POINTER(KvBlock))),
     ("tl_crc32c", c_uint32, (c_void_p, c_size_t, c_uint32)),
+    ("tl_kv_oldest", STATUS, (c_void_p, c_uint32, _u32, _u32)),
     (
         "tl_kv_append",
         STATUS,
@@ -410,6 +447,21 @@ PROTOTYPES: Final[tuple[tuple[str, Any, tuple[Any, ...]], ...]] = (
         STATUS,
         (c_void_p, c_uint32, _u32, c_int32, c_int64, c_int64, _f32, _f32, c_int64, c_int64),
     ),
+    # tinyllm/prefix.h
+    ("tl_prefix_create", STATUS, (c_void_p, _handle_out)),
+    ("tl_prefix_destroy", None, (c_void_p,)),
+    ("tl_prefix_match", STATUS, (*_of_prefix, _u32, _i64)),
+    ("tl_prefix_peek", STATUS, (*_of_prefix, _i64)),
+    (
+        "tl_prefix_insert",
+        STATUS,
+        (c_void_p, c_void_p, c_size_t, _u32, c_int64, c_int64, _u32, _u32),
+    ),
+    ("tl_prefix_pin", STATUS, _of_prefix),
+    ("tl_prefix_unpin", STATUS, _of_prefix),
+    ("tl_prefix_drop", STATUS, (c_void_p, c_void_p, c_size_t)),
+    ("tl_prefix_block_get", STATUS, (c_void_p, c_uint32, POINTER(PrefixBlock))),
+    ("tl_prefix_stats_get", None, (c_void_p, POINTER(PrefixStats))),
     # tinyllm/kv_view.h
     ("tl_kv_pool_view", STATUS, (c_void_p, c_uint32, POINTER(KvView))),
     (

@@ -160,13 +160,14 @@ def test_status_codes_and_element_types_are_those_of_the_headers(root: Path, lib
 
 def test_constants_are_those_of_the_headers(root: Path) -> None:
     text = headers(root)
+    names = {**vars(ffi), "UINT32_MAX": 2**32 - 1, "UINT64_MAX": 2**64 - 1}
     for name in [n for n in dir(ffi) if n.startswith("TL_")]:
         if name in (*ffi.STATUS_NAMES.values(), *ffi.DTYPE_NAMES.values()):
             continue
         (value,) = re.findall(rf"#define {name} (.+)", text)
         literal = re.sub(r"\(size_t\)|(?<=\d)u\b", "", value).strip()
         expected = (
-            literal.strip('"').encode() if literal.startswith('"') else eval(literal, vars(ffi))
+            literal.strip('"').encode() if literal.startswith('"') else eval(literal, names)
         )
         assert getattr(ffi, name) == expected, name
     assert re.findall(r"#define TL_ABI_VERSION (\d+)", text) == [str(ffi.ABI_VERSION)]
@@ -222,8 +223,9 @@ def test_struct_sizes_are_the_documented_ones() -> None:
     sizes = {c: ctypes.sizeof(struct) for c, struct in ffi.STRUCTS.items()}
     assert sizes == {
         "tl_allocator": 24, "tl_arena_mark": 16, "tl_arena_stats": 32, "tl_kv_cfg": 28,
-        "tl_kv_stats": 24, "tl_kv_block": 16, "tl_kv_view": 184, "tl_trace_event": 72,
-        "tl_trace": 24, "tl_paged_attn_args": 200, "tl_attn_part": 32,
+        "tl_kv_stats": 24, "tl_kv_block": 16, "tl_prefix_stats": 72, "tl_prefix_block": 40,
+        "tl_kv_view": 184, "tl_trace_event": 72, "tl_trace": 24, "tl_paged_attn_args": 200,
+        "tl_attn_part": 32,
     }  # fmt: skip
 
 
