@@ -22,7 +22,7 @@ from tinyllm._check import integer
 from tinyllm._kv_format import format_named
 from tinyllm.errors import ClosedError, OutOfBlocks
 from tinyllm.hf.attention import MARK, seen_columns
-from tinyllm.hf.config import layers_of
+from tinyllm.hf.config import kv_shape_of, layers_of
 from tinyllm.hf.rows import (
     Scoring,
     Tensor,
@@ -135,6 +135,9 @@ class PagedCache(Cache):  # type: ignore[misc]
     config: the model's. num_blocks: blocks of ``block_size`` positions, of all layers each; a
     sequence of n positions takes ceil(n / block_size), and every beam is a sequence. Their memory
     is reserved at the first forward and touched when it is used.
+    prefix: a PagedKVCache of ``new_kv(model.config, ...)`` to lie in, instead of a pool of one's
+    own: texts that went through it, by whichever cache, are found again (``recall``). Its sizes and
+    its dtype are the ones that count, and it stays open.
     dtype: what keys and values are stored as, as for PagedKVCache: a name, or torch's dtype.
     threads: what attention runs on: None is as many threads as torch uses, else as for
     ``paged_attention``.
@@ -171,14 +174,17 @@ class PagedCache(Cache):  # type: ignore[misc]
         *,
         dtype: Any = "float16",
         threads: Threads = None,
+        prefix: PagedKVCache | None = None,
     ) -> None:
         fn = "PagedCache"
         n_layers = layers_of(fn, config)
+        if prefix is not None:
+            num_blocks, block_size, dtype = _sizes_of(fn, prefix, config, n_layers)
         self._num_blocks = integer(fn, "num_blocks", num_blocks, 1, 2**31 - 1, ValueError)
         self._block_size = integer(fn, "block_size", block_size, 1, 2**32 - 1, ValueError)
         self._dtype = format_named(fn, dtype).name
         self._threads = threads
-        self._begin(n_layers, None)
+        self._begin(n_layers, prefix)
 
     def _begin(self, n_layers: int, kv: PagedKVCache | None) -> None:
         self._lock = threading.RLock()
@@ -187,6 +193,7 @@ class PagedCache(Cache):  # type: ignore[misc]
         self._unfinished = False  # the pool may hold more than ``_past`` says
         self._owned: list[int] = []  # every sequence begun here, before it is begun
         self._offered: tuple[int, int] | None = None  # layer and thread of keys nobody took yet
+        self._chosen = False  # rows went other ways than ``recall`` knew
         self._closed, self._is_copy = False, kv is not None
         self._finalizer: Any = None
         self._use(kv)
@@ -212,6 +219,68 @@ class PagedCache(Cache):  # type: ignore[misc]
     def seq_ids(self) -> list[int]:
         """The id of each row in ``kv``."""
         return list(self._past.rows)
+
+    # --- texts that were there before
+    # ----------------------------------------------------------------------------------------------
+
+    def recall(self, input_ids: Tensor, namespace: bytes = b"") -> int:
+        """Begins with what the pool still knows of a batch of prompts without padding: how many
+        columns that is, at most all but the last. ``generate`` with the same ids and this cache
+        then computes the rest, and ``remember`` lets others find it.
+
+        >>> with PagedCache(model.config, prefix=kv) as cache:
+        ...     cache.recall(ids)
+        ...     ids = model.generate(ids, cache=cache, max_new_tokens=100)
+        ...     cache.remember(ids)
+
+        input_ids: [B,T], T >= 1. namespace: as for ``PagedKVCache.add_seq``.
+
+        Raises: ValueError for a cache that holds something, or one made without ``prefix``; as
+        ``add_seq``. Then the cache is as it was.
+        """
+        with self._lock:
+            self._settle()
+            kv = self.kv
+            if kv is None or self._past.rows:
+                what = "holds a text already: reset() first" if kv else "was made without prefix"
+                raise ValueError(f"recall: this cache {what}")
+            ids = _rows_of_ids("recall", input_ids)
+            names = tuple(itertools.islice(_names, len(ids)))
+            self._unfinished = True
+            found = []
+            for name, row in zip(names, ids, strict=True):
+                self._owned.append(name)
+                found.append(kv.add_seq(name, row, namespace, leave=1))
+            for name in names:
+                kv.truncate(name, min(found))  # what comes behind is said by ``remember``
+            self._chosen = False
+            self._become(_Past(names, min(found)))
+            return min(found)
+
+    def remember(self, sequences: Tensor) -> None:
+        """Says which tokens the rows hold, so that other caches of the pool find them.
+
+        sequences: [B,T], the ids of every row from its first on, as ``generate`` returns them; the
+        columns that the cache holds of them count.
+
+        Raises: ValueError where rows were chosen among beams or repeated, or are another number,
+        and for fewer columns than the cache holds; as ``PagedKVCache.extend``.
+        """
+        with self._lock:
+            self._settle()
+            past, ids = self._past, _rows_of_ids("remember", sequences)
+            if self._chosen or past.seen is not None or len(ids) != len(past.rows):
+                raise ValueError(
+                    f"remember: {len(ids)} texts, and the {len(past.rows)} rows of this cache have "
+                    "to be as they were recalled: none chosen, repeated or padded"
+                )
+            if min(map(len, ids), default=0) < past.n_columns:
+                raise ValueError(
+                    f"remember: {len(ids[0])} columns, and the cache holds {past.n_columns}"
+                )
+            assert self.kv is not None
+            for name, row in zip(past.rows, ids, strict=True):
+                self.kv.extend(name, row[len(self.kv.said(name)) : past.n_columns])
 
     # --- a forward, layer by layer
     # ----------------------------------------------------------------------------------------------
@@ -457,7 +526,7 @@ class PagedCache(Cache):  # type: ignore[misc]
         with self._lock:
             self._settle()
             if self.kv is not None:
-                self._unfinished = True
+                self._unfinished = self._chosen = True
                 self._become(self._forks(self.kv, self._past, rows))
 
     def _become(self, past: _Past) -> None:
@@ -594,6 +663,28 @@ def _same_columns(a: Tensor | None, b: Tensor | None) -> bool:
     if a is None or b is None:
         return all(mask is None or bool(mask.all()) for mask in (a, b))
     return bool(torch.equal(a, b))
+
+
+def _sizes_of(fn: str, prefix: PagedKVCache, config: Any, n_layers: int) -> tuple[int, int, str]:
+    """``num_blocks``, ``block_size`` and ``dtype`` of a pool that is there. Raises: TypeError for
+    what is none; ValueError for one of another model."""
+    if not isinstance(prefix, PagedKVCache):
+        raise TypeError(f"{fn}: prefix must be a PagedKVCache, not {type(prefix).__name__}")
+    wanted = n_layers, *kv_shape_of(config)
+    if (found := (prefix.n_layers, prefix.n_kv_heads, prefix.d_head)) != wanted:
+        raise ValueError(
+            f"{fn}: prefix has layers, KV heads and width {found}, the model {wanted}: "
+            "new_kv(config, num_blocks) fits"
+        )
+    return prefix.num_blocks, prefix.block_size, prefix.dtype
+
+
+def _rows_of_ids(fn: str, ids: Tensor) -> list[list[int]]:
+    """The rows of a batch of token ids. Raises ValueError for what is no such batch."""
+    if getattr(ids, "ndim", 0) != 2 or 0 in ids.shape:
+        raise ValueError(f"{fn}: token ids are [B,T], at least one, not {ids!r:.60}")
+    rows: list[list[int]] = ids.tolist()
+    return rows
 
 
 def _free(kv: PagedKVCache, rows: list[int]) -> None:

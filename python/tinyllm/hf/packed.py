@@ -115,7 +115,7 @@ def _whole_layers(kv: PagedKVCache, seq_id: Hashable) -> int:
     back whole, the first layers hold more, which are given up."""
     held = kv.seq_len(seq_id, kv.n_layers - 1)
     if kv.seq_len(seq_id) > held:
-        kv.truncate(seq_id, held)
+        kv.truncate(seq_id, held, unsay=False)
     return held
 
 
@@ -143,6 +143,6 @@ def forward_packed(
             )  # fmt: skip
     except BaseException:
         for seq_id, length in held.items():
-            kv.truncate(seq_id, length)
+            kv.truncate(seq_id, length, unsay=False)
         raise
     return out.logits[0]

@@ -10,18 +10,25 @@ from numpy.typing import NDArray
 
 from tinyllm.ffi.libtinyllm import i32_ptr, u32_ptr
 from tinyllm.infer.blocks import NO_BLOCK
+from tinyllm.infer.prefixes import Text
 
 _LARGE = 1 << 20  # bytes: a table beyond them is not kept for batches that need a fraction
 
 
 class CachedSequence:
     """A table, uint32, and the length of every layer. Both are replaced when they change and never
-    written, so that any thread may look."""
+    written, so that any thread may look. text: what was said of its tokens, None for nothing."""
 
-    __slots__ = ("gone", "lengths", "table")
+    __slots__ = ("gone", "lengths", "table", "text")
 
-    def __init__(self, table: NDArray[np.uint32], lengths: list[int], gone: int = 0) -> None:
-        self.table, self.lengths, self.gone = table, lengths, gone
+    def __init__(
+        self,
+        table: NDArray[np.uint32],
+        lengths: list[int],
+        gone: int = 0,
+        text: Text | None = None,
+    ) -> None:
+        self.table, self.lengths, self.gone, self.text = table, lengths, gone, text
 
     def blocks(self) -> list[int]:
         """The blocks it holds, in order."""

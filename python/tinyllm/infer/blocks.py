@@ -98,9 +98,9 @@ class Blocks:
             return np.empty(0, np.uint32)
         if n > self.n_blocks:
             return None
-        self.fresh = np.full(n, NO_BLOCK, np.uint32)
+        fresh = self.room(n)
         try:
-            self.lib.tl_kv_alloc(self.handle.address, n, u32_ptr(self.fresh))
+            self.lib.tl_kv_alloc(self.handle.address, n, u32_ptr(fresh))
         except TlError as error:
             self.fresh = None  # it took none
             if error.status != TL_EFULL:
@@ -108,6 +108,15 @@ class Blocks:
             return None
         self.stats()
         return self.fresh
+
+    def room(self, n: int) -> NDArray[np.uint32]:
+        """Where a call writes ``n`` blocks that it takes references on: they are ``fresh``."""
+        self.fresh = np.full(n, NO_BLOCK, np.uint32)
+        return self.fresh
+
+    def without(self, fresh: NDArray[np.uint32], i: int) -> list[Step]:
+        """The i-th of what is ``fresh`` is given back."""
+        return [self.unref([int(fresh[i])]), partial(fresh.__setitem__, i, NO_BLOCK)]
 
     def give_back(self) -> None:
         """Returns what is ``fresh``, if a call that did not end well has left any."""

@@ -11,9 +11,11 @@ fresh: blocks that a call took from the pool and no table names yet.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 import weakref
+from array import array
 from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, overload
@@ -27,8 +29,8 @@ from tinyllm._kv_format import format_named
 from tinyllm._not_copied import NotCopied
 from tinyllm._words import plural
 from tinyllm.errors import OutOfBlocks, TlError
-from tinyllm.ffi.handle import Handle
 from tinyllm.ffi.libtinyllm import (
+    TL_EBUSY,
     TL_EFORMAT,
     TL_EFULL,
     TL_EINVAL,
@@ -39,6 +41,7 @@ from tinyllm.ffi.libtinyllm import (
 )
 from tinyllm.infer.batch import BatchTable, CachedSequence
 from tinyllm.infer.blocks import NO_BLOCK, Blocks, blocks_of, fill_of
+from tinyllm.infer.prefixes import Prefixes, Text, namespace_of, tokens_of
 from tinyllm.kv_view import KVView
 
 if TYPE_CHECKING:  # loaded by the first look: an engine does without
@@ -152,7 +155,8 @@ class PagedKVCache(NotCopied):
             setattr(self, name, integer(fn, name, n, 1, high, ValueError))
         form = format_named(fn, dtype)
         self.lib = lib = load() if lib is None else lib
-        self._handle = Handle(fn, lib.tl_kv_pool_destroy)
+        self._prefixes = Prefixes(fn, lib, self.block_size)
+        self._handle = self._prefixes.handle
         self._finalizer = weakref.finalize(self, self._handle.release)
         self._finalizer.atexit = False  # Handle has its own way to end with the interpreter
         self._blocks, self.dtype = Blocks(lib, self._handle, form), form.name
@@ -171,13 +175,93 @@ class PagedKVCache(NotCopied):
     # --- sequences
     # ------------------------------------------------------------------------------------------
 
-    def add_seq(self, seq_id: Hashable) -> None:
-        """Begins an empty sequence. Raises ValueError where ``seq_id`` is live."""
+    def add_seq(
+        self,
+        seq_id: Hashable,
+        tokens: Any = None,
+        namespace: bytes = b"",
+        *,
+        leave: int = 0,
+        whole_blocks: bool = False,
+    ) -> int:
+        """Begins a sequence with what is there already of the positions of ``tokens``: K and V of
+        all layers that other sequences, living or ended, have computed for the same first tokens.
+        How many positions that is; the caller computes and appends the rest.
+
+        >>> n = cache.add_seq("b", tokens=prompt, leave=1)  # the last token's output is wanted
+        >>> for layer in range(cache.n_layers):
+        ...     cache.append("b", layer, k[layer], v[layer])  # of prompt[n:]
+
+        tokens: ids, integers below 2**32 in one dimension; None, which finds nothing: an empty
+        sequence. All of them count as said (``extend``), found or not.
+        namespace: any bytes, a model, an adapter, a tenant's salt. Tokens are found that were said
+        under equal bytes, and no others.
+        leave: how many of the last tokens are not to be found.
+        whole_blocks: what is found ends with a block; else anywhere, and the next append copies the
+        block that it ends in. Where a namespace has users who must not guess each other's texts by
+        the time that theirs take, whole blocks make that a matter of 16 tokens at once instead of
+        one.
+
+        Raises: ValueError where ``seq_id`` is live, for ids and a ``leave`` out of range;
+        TypeError for what are no tokens or no bytes.
+        """
+        said = array("I") if tokens is None else tokens_of("add_seq", tokens)
+        text = Text(namespace_of("add_seq", namespace), said)
+        asked = len(said) - integer("add_seq", "leave", leave, 0, INT32_MAX)
         with self._handle.write(), self._handle.turn:
             self._settle()
             self._refuse_live("add_seq", seq_id)
-            empty = CachedSequence(np.empty(0, np.uint32), [0] * self.n_layers)
-            self._sequences[seq_id] = empty
+            table, found = np.empty(0, np.uint32), 0
+            if asked > 0:
+                self._enter_all()
+                room = self._blocks.room(-(-asked // self.block_size))
+                found = self._prefixes.match(text, asked, room)
+                self._blocks.stats()
+                text.entered, within = divmod(found, self.block_size)
+                if whole_blocks and within:
+                    self._blocks.commit(*self._blocks.without(room, text.entered))
+                    found -= within
+                table = room[: -(-found // self.block_size)].copy()
+            told = None if tokens is None and not text.namespace else text
+            begun = CachedSequence(table, [found] * self.n_layers, 0, told)
+            self._blocks.commit(
+                partial(self._sequences.__setitem__, seq_id, begun), self._blocks.keep()
+            )
+            return found
+
+    def extend(self, seq_id: Hashable, tokens: Any) -> None:
+        """Says which tokens follow those that were said of a sequence so far: those whose K and V
+        were appended, or will be next. Full blocks of which every layer's K and V are there and
+        whose tokens were said are found by ``add_seq`` from then on, this sequence living or not.
+
+        Where another sequence has computed the same block meanwhile, this one takes that up and
+        gives its own back, so its table may change.
+
+        Raises: TypeError, ValueError for what are no tokens, as ``add_seq``; ValueError where with
+        them fewer tokens are said than the longest layer holds, or where blocks hold other tokens
+        already than those. Then nothing has changed.
+        """
+        more = tokens_of("extend", tokens)
+        with self._handle.write(), self._handle.turn:
+            self._settle()
+            sequence = self._sequence("extend", seq_id)
+            text = sequence.text or Text(b"", array("I"))
+            said, held = len(text.tokens) + len(more), max(sequence.lengths)
+            if said < held:
+                raise ValueError(
+                    f"extend: sequence {seq_id!r} holds {held} positions, and with these {said} "
+                    "tokens are said"
+                )
+            self._blocks.commit(
+                partial(text.tokens.extend, more), partial(setattr, sequence, "text", text)
+            )
+            try:
+                self._enter(sequence, exchange=True)
+            except TlError as error:
+                if error.status not in (TL_EBUSY, TL_EINVAL):
+                    raise
+                del text.tokens[said - len(more) :]
+                raise ValueError(f"extend: sequence {seq_id!r}: {error.reason}") from error
 
     def fork(self, parent: Hashable, child: Hashable) -> None:
         """Begins ``child`` with everything ``parent`` holds. They share its blocks until one of
@@ -189,28 +273,33 @@ class PagedKVCache(NotCopied):
             self._settle()
             source = self._sequence("fork", parent)
             self._refuse_live("fork", child)
-            twin = CachedSequence(source.table, source.lengths, source.gone)
+            text = source.text.copy() if source.text else None
+            twin = CachedSequence(source.table, source.lengths, source.gone, text)
             self._blocks.commit(
                 partial(self._sequences.__setitem__, child, twin),
                 self._blocks.ref(source.blocks()),
             )
 
     def free(self, seq_id: Hashable) -> None:
-        """Ends a sequence and gives up its blocks, the last one first.
-
-        So of a registered chain the tail is evicted first, and what is left can still be found.
+        """Ends a sequence and gives up its blocks, the last one first. Those whose tokens were said
+        can be found until others need their room: the least recently used go first, and of a text
+        its end.
         """
         with self._handle.write(), self._handle.turn:
             self._settle()
             sequence = self._sequence("free", seq_id)
+            with contextlib.suppress(TlError):
+                self._enter(sequence)
             self._blocks.commit(
                 partial(self._sequences.pop, seq_id), self._blocks.unref(sequence.blocks())
             )
 
-    def truncate(self, seq_id: Hashable, length: int) -> None:
+    def truncate(self, seq_id: Hashable, length: int, *, unsay: bool = True) -> None:
         """Forgets what a sequence holds from position ``length`` on, in every layer, and gives up
         the blocks that lie wholly behind it, the last one first: a draft that was not accepted.
 
+        unsay: forgets the tokens said of these positions too; False where the same ones will be
+        appended again, as after a forward that failed.
         A cut block that another sequence or the prefix index holds stays as it is for them, and the
         next append copies it.
 
@@ -232,7 +321,9 @@ class PagedKVCache(NotCopied):
             if length % self.block_size and self._is_writable(sequence, keep - 1):
                 cut = fill_of(min(lengths), keep - 1, self.block_size)
                 fill = [self._blocks.set_fill(int(sequence.table[keep - 1]), cut)]
+            said = sequence.text.cut(length, self.block_size, unsay) if sequence.text else []
             self._blocks.commit(
+                *said,
                 partial(setattr, sequence, "table", sequence.table[:keep].copy()),
                 partial(setattr, sequence, "lengths", lengths),
                 partial(setattr, sequence, "gone", min(sequence.gone, keep)),
@@ -354,6 +445,105 @@ class PagedKVCache(NotCopied):
             steps.append(partial(setattr, self, "_copies", self._copies + len(copied)))
             steps.append(self._blocks.unref(blocks_of(old, copied)))
         return steps
+
+    # --- the prefix index
+    # -----------------------------------------------------------------------------------------
+
+    def said(self, seq_id: Hashable) -> list[int]:
+        """The tokens said of a sequence so far."""
+        self._refuse_closed()
+        text = self._sequence("said", seq_id).text
+        return text.tokens.tolist() if text else []
+
+    def match_len(self, tokens: Any, namespace: bytes = b"") -> int:
+        """How many of the first ``tokens`` are there under a ``namespace``, of sequences that ended
+        and of what living ones had said by the last ``extend`` or ``add_seq``; nothing is taken or
+        counted.
+
+        Raises: TypeError, ValueError as ``add_seq``.
+        """
+        said, under = tokens_of("match_len", tokens), namespace_of("match_len", namespace)
+        with self._handle.read():
+            return self._prefixes.peek(under, said)
+
+    def pin(self, tokens: Any, namespace: bytes = b"") -> None:
+        """Keeps the full blocks of ``tokens`` under a ``namespace``, a system prompt say, until
+        ``unpin`` was called as often: they stay in use, whoever needs room.
+
+        Raises: LookupError where they are not all there; TypeError, ValueError as ``add_seq``, and
+        for fewer tokens than a block has.
+        """
+        self._named("pin", tokens, namespace, self._prefixes.pin)
+
+    def unpin(self, tokens: Any, namespace: bytes = b"") -> None:
+        """Takes back what ``pin`` did with the same ``tokens`` and ``namespace``. Raises as it does,
+        LookupError for what is not pinned."""
+        self._named("unpin", tokens, namespace, self._prefixes.unpin)
+
+    def _named(self, fn: str, tokens: Any, namespace: bytes, change: Any) -> None:
+        said, under = tokens_of(fn, tokens), namespace_of(fn, namespace)
+        if len(said) < self.block_size:
+            raise ValueError(f"{fn}: {len(said)} tokens fill no block of {self.block_size}")
+        with self._handle.write(), self._handle.turn:
+            self._settle()
+            self._enter_all()
+            change(under, said)
+
+    def drop_namespace(self, namespace: bytes) -> None:
+        """Forgets all that was said under ``namespace``, pins included: nobody finds it any more.
+        Sequences under it that live go on, and nobody finds what they say either.
+
+        Raises: TypeError for what are no bytes.
+        """
+        under = namespace_of("drop_namespace", namespace)
+        with self._handle.write(), self._handle.turn:
+            self._settle()
+            texts = [s.text for s in self._sequences.values() if s.text]
+            dropped = [partial(setattr, t, "dropped", True) for t in texts if t.namespace == under]
+            self._blocks.commit(*dropped)
+            self._prefixes.drop(under)
+
+    def prefix_stats(self) -> dict[str, float]:
+        """What the prefix index counts. ``queries``: sequences begun with tokens; ``tokens_asked``
+        and ``tokens_found``: theirs. ``blocks``, ``namespaces`` and ``pins``: held now.
+        ``evictions``: blocks of it that others took; ``mean_age``, ``last_age``: seconds that those
+        had lain unused. Young ones say that the pool is too small."""
+        with self._handle.look():
+            self._refuse_closed()
+            return self._prefixes.counts()._asdict()
+
+    def _enter_all(self) -> None:
+        """``_enter`` for every sequence, before the index is asked. One that said other tokens of a
+        block than its fork did hears of it from its own ``extend``."""
+        for sequence in self._sequences.values():
+            with contextlib.suppress(TlError):
+                self._enter(sequence)
+
+    def _enter(self, sequence: CachedSequence, *, exchange: bool = False) -> None:
+        """Enters the full blocks whose tokens are said and whose K and V are all there. Those that
+        have twins are exchanged for them, or left to the next call that may. Raises TlError."""
+        text = sequence.text
+        if text is None or text.dropped or sequence.gone > 0:  # without its beginning it is none
+            return
+        n = min(len(text.tokens), min(sequence.lengths)) // self.block_size - text.entered
+        if n <= 0:
+            return
+        twins = self._blocks.room(n)
+        self._prefixes.enter(text, sequence.table, twins)
+        places = np.flatnonzero(twins != NO_BLOCK)
+        if len(places) and not exchange:
+            self._blocks.commit(partial(setattr, text, "entered", text.entered + int(places[0])))
+            self._blocks.give_back()
+            return
+        own, table = blocks_of(sequence.table, text.entered + places), sequence.table.copy()
+        table[text.entered + places] = twins[places]
+        self._blocks.commit(
+            partial(setattr, text, "entered", text.entered + n),
+            partial(setattr, sequence, "table", table),
+            partial(setattr, self, "_version", self._version + bool(own)),
+            self._blocks.keep(),
+            self._blocks.unref(own),
+        )
 
     # --- moving
     # ---------------------------------------------------------------------------------------------
@@ -553,6 +743,8 @@ class PagedKVCache(NotCopied):
                 sequence_state(seq_id, s.table, s.gone, s.lengths)
                 for seq_id, s in self._sequences.items()
             )
+            rows = pool_blocks(self.lib, self.pool, self.num_blocks, sequences)
+            prefix = self._prefixes.counts()
             taken = Snapshot(
                 num_blocks=self.num_blocks,
                 block_size=self.block_size,
@@ -561,13 +753,17 @@ class PagedKVCache(NotCopied):
                 d_head=self.d_head,
                 block_bytes=self._blocks.block_bytes,
                 dtype=self.dtype,
-                blocks=pool_blocks(self.lib, self.pool, self.num_blocks, sequences),
+                blocks=rows,
                 sequences=sequences,
                 high_water=self._blocks.high_water,
                 copies_on_write=self._copies,
                 evictions=stats.evictions,
                 failed_allocations=self._failures,
                 unrepresentable=stats.unrepresentable,
+                prefix_queries=prefix.queries,
+                prefix_tokens_asked=prefix.tokens_asked,
+                prefix_tokens_found=prefix.tokens_found,
+                pinned=self._prefixes.pinned(rows["id"]) if prefix.pins else (),
             )
             return taken, list(self._sequences)
 

@@ -166,9 +166,7 @@ def test_constants_are_those_of_the_headers(root: Path) -> None:
             continue
         (value,) = re.findall(rf"#define {name} (.+)", text)
         literal = re.sub(r"\(size_t\)|(?<=\d)u\b", "", value).strip()
-        expected = (
-            literal.strip('"').encode() if literal.startswith('"') else eval(literal, names)
-        )
+        expected = literal.strip('"').encode() if literal.startswith('"') else eval(literal, names)
         assert getattr(ffi, name) == expected, name
     assert re.findall(r"#define TL_ABI_VERSION (\d+)", text) == [str(ffi.ABI_VERSION)]
 

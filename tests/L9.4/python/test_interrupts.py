@@ -56,7 +56,7 @@ def test_hundreds_of_interrupts_lose_nothing(run_silently: Callable[..., str]) -
         COMMON
         + """
 from tinyllm import OutOfBlocks
-kept, names = [], iter(range(10**9))
+kept, names, TEXT = [], iter(range(10**9)), list(range(10**5))
 cache = PagedKVCache(num_blocks=300, block_size=4, n_layers=2, n_kv_heads=2, d_head=4)
 pool = ThreadPool(2)
 cache.add_seq("first")
@@ -64,8 +64,14 @@ q = np.ones((1, 2, 4), np.float32)
 
 def step():
     seq = dice.choice(list(cache))
-    what = dice.randrange(9)
-    if what < 3:
+    what = dice.randrange(12)
+    if what == 9:
+        cache.add_seq(next(names), TEXT[: dice.randrange(len(TEXT))])
+    elif what >= 10:
+        held, said = max(cache.seq_len(seq), cache.seq_len(seq, 1)), len(cache.said(seq))
+        if said <= held:
+            cache.extend(seq, TEXT[said : held + dice.randrange(3)])
+    elif what < 3:
         layer, dtype = dice.randrange(2), dice.choice([np.float16, np.float32, np.float64])
         cache.append(seq, layer, *[rows(cache, seq, layer, dice.randrange(1, 9)).astype(dtype)] * 2)
     elif what == 3:

@@ -99,6 +99,10 @@ EXPECTED = {
     "tinyllm_kv_evictions_total": ("counter", 2),
     "tinyllm_kv_alloc_failures_total": ("counter", 1),
     "tinyllm_kv_unrepresentable_total": ("counter", 0),
+    "tinyllm_kv_blocks_pinned": ("gauge", 0),
+    "tinyllm_kv_prefix_queries_total": ("counter", 0),
+    "tinyllm_kv_prefix_tokens_asked_total": ("counter", 0),
+    "tinyllm_kv_prefix_tokens_found_total": ("counter", 0),
 }
 
 

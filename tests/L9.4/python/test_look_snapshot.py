@@ -191,6 +191,10 @@ def test_counters_equal_an_account_of_every_block(
         "evictions": 0,
         "failed_allocations": account.failures,
         "unrepresentable": 0,
+        "blocks_pinned": 0,
+        "prefix_queries": 0,
+        "prefix_tokens_asked": 0,
+        "prefix_tokens_found": 0,
     }
     assert [s.name for s in seen.sequences] == [repr(seq) for seq in account.tables]
     for sequence, table, lengths in zip(
@@ -526,7 +530,7 @@ def test_whatever_stands_in_a_file_it_is_refused_or_can_be_drawn(
         return
     ET.fromstring(Picture(read).svg())
     assert max(map(len, Picture(read).text(80, colour=False).splitlines())) <= 80
-    assert prometheus(read).count("\n") == 3 * 19
+    assert prometheus(read).count("\n") == 3 * 23
     read.save(tmp_path / "again.json")
     assert Snapshot.load(tmp_path / "again.json") == read
 

@@ -171,6 +171,11 @@ def facts(snapshot: Snapshot) -> list[tuple[str, str]]:
     """The counters in words: subject and what is to say of it."""
     c = snapshot.counters
     used, stored = percent(c["blocks_used"] / c["blocks_total"]), percent(c["tokens"] / c["slots"])
+    found = (
+        f"{c['prefix_tokens_found']:,} of {plural(c['prefix_tokens_asked'], 'token')} found "
+        f"({percent(c['prefix_tokens_found'] / max(c['prefix_tokens_asked'], 1))}), "
+        f"{plural(c['prefix_queries'], 'sequence')} begun with tokens"
+    )
     lost = f"{plural(c['unrepresentable'], 'value')} that {snapshot.dtype} has nothing for"
     return [
         (
@@ -194,6 +199,7 @@ def facts(snapshot: Snapshot) -> list[tuple[str, str]]:
             f"{plural(c['evictions'], 'eviction')}, "
             f"{plural(c['failed_allocations'], 'failed allocation')}",
         ),
+        *([("prefix", found)] if c["prefix_queries"] else []),
         *([("lost", lost)] if c["unrepresentable"] else []),
     ]
 

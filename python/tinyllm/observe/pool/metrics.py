@@ -18,6 +18,7 @@ _GAUGES: Final = (
     ("kv_blocks_shared", "blocks_shared", "Blocks with more than one reference."),
     ("kv_blocks_saved", "blocks_saved", "More blocks that would be used if nothing were shared."),
     ("kv_blocks_cached", "blocks_cached", "Blocks kept for the prefix index, to be evicted."),
+    ("kv_blocks_pinned", "blocks_pinned", "Blocks that the prefix index itself keeps in use."),
     ("kv_blocks_high_water", "blocks_high_water", "The most blocks that were used at once."),
     ("kv_bytes", "bytes", "Bytes of K and V of all blocks, scales included."),
     ("kv_tokens", "tokens", "Positions stored in used blocks; a shared one counts once."),
@@ -31,6 +32,9 @@ _COUNTERS: Final = (
     ("kv_evictions_total", "evictions", "Cached blocks taken by allocations."),
     ("kv_alloc_failures_total", "failed_allocations", "Calls that found too few blocks."),
     ("kv_unrepresentable_total", "unrepresentable", "Values that the dtype had nothing for."),
+    ("kv_prefix_queries_total", "prefix_queries", "Sequences begun with tokens."),
+    ("kv_prefix_tokens_asked_total", "prefix_tokens_asked", "Tokens of those sequences."),
+    ("kv_prefix_tokens_found_total", "prefix_tokens_found", "Of them, tokens that were there."),
 )
 
 

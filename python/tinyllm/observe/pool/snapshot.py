@@ -43,7 +43,10 @@ _SIZES: Final = {
     "block_bytes": INT64_MAX,
 }
 _COUNTS: Final = ("high_water", "copies_on_write", "evictions", "failed_allocations")
-_LATER_COUNTS: Final = ("unrepresentable",)  # which the first files of this version do not have
+# which the first files of this version do not have
+_LATER_COUNTS: Final = (
+    "unrepresentable", "prefix_queries", "prefix_tokens_asked", "prefix_tokens_found",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,10 +81,13 @@ class Snapshot:
     called.
 
     blocks: read-only rows of (id, hash, refs, fill), ids rising: every block that is not free, and
-    every one that a table names. hash 0: not registered in the prefix index.
+    every one that a table names. hash 0: under no hash and not in the prefix index (which all have
+    ``TL_KV_HASH_PREFIX``). pinned: the blocks that ``pin`` named, once for each reference of the
+    index's own.
     high_water: the most blocks in use at once. copies_on_write: blocks copied before a write.
     failed_allocations: calls that raised OutOfBlocks. unrepresentable: values appended that dtype,
-    what K and V are stored as, had nothing for.
+    what K and V are stored as, had nothing for. prefix_queries, prefix_tokens_asked,
+    prefix_tokens_found: of sequences that began with tokens.
 
     Equal snapshots show the same in every field.
 
@@ -103,6 +109,10 @@ class Snapshot:
     failed_allocations: int = 0
     dtype: str = "float16"
     unrepresentable: int = 0
+    prefix_queries: int = 0
+    prefix_tokens_asked: int = 0
+    prefix_tokens_found: int = 0
+    pinned: tuple[int, ...] = ()
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -127,8 +137,10 @@ class Snapshot:
 
     @cached_property
     def unowned(self) -> NDArray[np.int64]:
-        """int64, one per row of ``blocks``: references minus holders; 0 is in order."""
-        return self.blocks["refs"].astype(np.int64) - self.holders
+        """int64, one per row of ``blocks``: references minus holders and pins; 0 is in order."""
+        surplus = self.blocks["refs"].astype(np.int64) - self.holders
+        np.subtract.at(surplus, np.searchsorted(self.blocks["id"], self.pinned), 1)
+        return surplus
 
     @cached_property
     def counters(self) -> dict[str, int]:
@@ -140,10 +152,12 @@ class Snapshot:
         slots: positions the pool has room for. tokens: positions stored in blocks in use, by every
         layer.
         tail_waste: slots of blocks in use that hold no token. sequences: live ones.
+        blocks_pinned: kept by ``pin``.
         leaked: references that no sequence holds. dangling: holders without a reference.
         bytes: of K and V of all blocks, scales included.
         copies_on_write, evictions, failed_allocations: how often, since the cache was made.
-        unrepresentable: values, since then.
+        unrepresentable: values, since then. prefix_queries, prefix_tokens_asked,
+        prefix_tokens_found: sequences begun with tokens, and theirs, since then.
         """
         refs, fill = self.blocks["refs"], self.blocks["fill"]
         used = refs > 0
@@ -168,6 +182,10 @@ class Snapshot:
             "evictions": self.evictions,
             "failed_allocations": self.failed_allocations,
             "unrepresentable": self.unrepresentable,
+            "blocks_pinned": len(set(self.pinned)),
+            "prefix_queries": self.prefix_queries,
+            "prefix_tokens_asked": self.prefix_tokens_asked,
+            "prefix_tokens_found": self.prefix_tokens_found,
         }
 
     def __eq__(self, other: object) -> bool:
@@ -222,6 +240,7 @@ class Snapshot:
             "pool": {**self.sizes, "dtype": self.dtype},
             "counts": {name: getattr(self, name) for name in (*_COUNTS, *_LATER_COUNTS)},
             "blocks": {name: blocks[name].tolist() for name in ("id", "refs", "fill")},
+            "pinned": list(self.pinned),
             "hashes": {str(block["id"]): f"{block['hash']:016x}" for block in registered},
             "sequences": [
                 {"name": s.name, "lengths": list(s.lengths), "table": s.table.tolist()}
@@ -290,9 +309,16 @@ def _snapshot(document: Any) -> Snapshot:
     if dtype not in FORMATS:
         raise ValueError(f"'dtype' of pool is {dtype!r:.40}, none of {', '.join(FORMATS)}")
     blocks = _blocks(document, sizes)
+    late = {"pinned": [], **document}  # the first files of this version do not have it
+    pinned = _integers(late, "the file", "pinned", 0, sizes["num_blocks"] - 1)
     told = _part(document, "the file", "sequences", list)
     sequences = tuple(_sequence(one, f"sequences[{i}]", sizes) for i, one in enumerate(told))
-    snapshot = Snapshot(**sizes, **seen, dtype=dtype, blocks=blocks, sequences=sequences)
+    if not np.isin(pinned, blocks["id"]).all():
+        raise ValueError("pinned names a block that blocks does not list")
+    snapshot = Snapshot(
+        **sizes, **seen, dtype=dtype, blocks=blocks, sequences=sequences,
+        pinned=tuple(pinned.tolist()),
+    )  # fmt: skip
     for sequence, rows in zip(sequences, snapshot.rows, strict=True):
         listed = blocks["id"][rows[rows < len(blocks)]]
         if not np.array_equal(listed, sequence.held):

@@ -12,6 +12,7 @@ from xml.sax.saxutils import escape
 
 from tinyllm._terminal import harmless
 from tinyllm._words import percent, plural
+from tinyllm.ffi.libtinyllm import TL_KV_HASH_PREFIX
 from tinyllm.observe.page import LEFT, MUTED, RIGHT, SLATE, document, letters
 from tinyllm.observe.palette import INK, PALETTE, PAPER, colour_of, key_of
 from tinyllm.observe.pool.layout import (
@@ -166,7 +167,13 @@ class _Page:
             state,
             f"{row['fill']} of {plural(s.block_size, 'token')}",
         ]
-        return "; ".join(parts + ([f"hash {row['hash']:016x}"] if row["hash"] else []))
+        if row["hash"] == TL_KV_HASH_PREFIX:
+            parts.append(
+                "pinned in the prefix index" if first in s.pinned else "in the prefix index"
+            )
+        elif row["hash"]:
+            parts.append(f"hash {row['hash']:016x}")
+        return "; ".join(parts)
 
     def cell(self, cells: Cells, i: int, box: _Box) -> str:
         kind, level = cells.kind[i], float(cells.level[i])
