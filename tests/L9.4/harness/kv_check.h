@@ -95,7 +95,9 @@ static inline struct kv_snap kv_snap(const tl_kv_pool *kv)
     for (uint32_t id = 0; id < n; id++) {
         s.refs[id] = tl_kv_refs(kv, id);
         s.fill[id] = tl_kv_fill(kv, id);
-        s.hash[id] = id < kv->n_touched ? kv->block[id].hash : 0;
+        s.hash[id] = id >= kv->n_touched   ? 0
+                     : kv_in_prefix(kv, id) ? TL_KV_HASH_PREFIX
+                                            : kv->block[id].hash;
     }
     for (uint32_t id = kv->oldest; id != KV_NONE; id = kv->block[id].next)
         s.order[s.n_order++] = id;
@@ -144,28 +146,31 @@ static inline const char *kv_snap_diff(const struct kv_snap *a, const struct kv_
 
 /* The structures agree with each other: every block in exactly one state, lists whole in both
  * directions, and every registered block, and no other, in the one bucket a lookup of its hash
- * walks. */
+ * walks. Blocks of a prefix index that are kept without references are used. */
 static inline void kv_audit(const tl_kv_pool *kv)
 {
     uint32_t n_free = kv->cfg.n_blocks - kv->n_touched, n_cached = 0, n_used = 0, n_named = 0,
-             n_indexed = 0;
+             n_indexed = 0, n_idle = 0;
     for (uint32_t id = kv->free_head; id != KV_NONE; id = kv->block[id].next, n_free++)
-        CHECK(kv->block[id].refs == 0 && kv->block[id].hash == 0 && n_free < kv->cfg.n_blocks,
+        CHECK(kv->block[id].refs == 0 && !kv_frozen(kv, id) && n_free < kv->cfg.n_blocks,
               "free block %u", id);
     for (uint32_t id = kv->oldest, prev = KV_NONE; id != KV_NONE;
          prev = id, id = kv->block[id].next, n_cached++)
-        CHECK(kv->block[id].refs == 0 && kv->block[id].hash != 0 && kv->block[id].prev == prev &&
+        CHECK(kv->block[id].refs == 0 && kv_frozen(kv, id) && kv->block[id].prev == prev &&
                   (kv->block[id].next != KV_NONE || kv->newest == id) &&
                   n_cached < kv->cfg.n_blocks,
               "cached block %u", id);
     for (uint32_t id = 0; id < kv->n_touched; id++) {
         n_used += kv->block[id].refs > 0;
         n_named += kv->block[id].hash != 0;
+        n_idle += kv->block[id].refs == 0 && kv_frozen(kv, id);
         for (uint32_t at = kv->block[id].bucket; at != KV_NONE;
              at = kv->block[at].chain, n_indexed++)
             CHECK(kv->block[at].hash != 0 && n_indexed < kv->cfg.n_blocks, "block %u in bucket %u",
                   at, id);
     }
+    CHECK(n_idle >= n_cached, "%u cached blocks of %u", n_cached, n_idle);
+    n_used += n_idle - n_cached;
     const tl_kv_stats s = kv_stats(kv);
     CHECK(s.free == n_free && s.cached == n_cached && s.used == n_used, "counted %u %u %u", n_free,
           n_used, n_cached);
