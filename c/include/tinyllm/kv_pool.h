@@ -276,9 +276,11 @@ TL_API uint32_t tl_crc32c(const void *data, size_t n, uint32_t crc);
  *   needs          what is, or would be, taken; may be NULL unless dry. Written with TL_EFULL too
  *
  * Blocks are taken in the order of the sequences. Where as many sequences of the step as hold a
- * block write to it, the last keeps it.
+ * block write to it, the last keeps it, unless it is registered or in a prefix index. A block that
+ * the last of its holders gives up on the way is cached, and is not counted as one to take.
  *
- * Errors, nothing taken and no table written, the first of these decides; no tokens: TL_OK.
+ * Errors, nothing taken and no table written, the first of these decides; no tokens: TL_OK where
+ * those up to and with cu_seqlens do not.
  *   TL_EINVAL   kv NULL; B < 0; block_tables or ctx_lens NULL with B > 0; needs NULL with dry
  *   TL_EINVAL   table_stride < 1, or tables that do not fit in memory
  *   TL_EINVAL   cu_seqlens does not begin at 0, or decreases
@@ -302,9 +304,9 @@ TL_API tl_status tl_kv_oldest(const tl_kv_pool *kv, uint32_t n, uint32_t *ids, u
  * and those of blocks that were given back before are not counted again. Nothing, 0 bytes, where
  * the pool's memory came from a caller's allocator hook.
  *
- * Errors, nothing given back:
+ * Errors:
  *   TL_EINVAL   kv or bytes NULL
- *   TL_EIO      the system refused; what went before that has gone */
+ *   TL_EIO      the system refused; *bytes is what had gone before */
 TL_API tl_status tl_kv_trim(tl_kv_pool *kv, uint32_t keep, uint64_t *bytes);
 
 /* Stores the new K and V of a step's tokens, one layer's, in the pool's format. What is appended

@@ -8,6 +8,7 @@
 
 #include "kernels/attn_plan.h"
 #include "kernels/kv_positions.h"
+#include "kernels/kv_step.h"
 #include "kernels/kv_store.h"
 #include "kernels/shapes.h"
 #include "runtime/fail.h"
@@ -19,12 +20,6 @@ struct run {
     int64_t slot, token, n;        /* that one's slot, and its number in the batch */
 };
 
-struct batch {
-    const uint32_t *block_tables;
-    int64_t table_stride;
-    const int32_t *cu_seqlens, *ctx_lens;
-};
-
 struct append {
     const char *fn; /* the public function, for messages */
     tl_kv_pool *kv;
@@ -32,15 +27,10 @@ struct append {
     struct kv_store store;
     struct kv_tensor k, v;
     int64_t total, B; /* tokens, and sequences */
-    const struct batch *batch;
+    const struct kv_step *batch;
     const struct run *only;           /* the one run there is, instead of a batch */
     _Atomic uint64_t unrepresentable; /* values found while writing */
 };
-
-static int64_t first_token(const struct batch *batch, int64_t seq)
-{
-    return batch->cu_seqlens ? batch->cu_seqlens[seq] : seq;
-}
 
 static struct run run_at(const tl_kv_pool *kv, const uint32_t *table, int64_t pos, int64_t token,
                          int64_t n)
@@ -54,8 +44,8 @@ static const struct run *run_of(const struct append *a, int64_t seq, struct run 
 {
     if (a->only)
         return a->only;
-    const struct batch *batch = a->batch;
-    const int64_t token = first_token(batch, seq), n = first_token(batch, seq + 1) - token;
+    const struct kv_step *batch = a->batch;
+    const int64_t token = kv_first_token(batch, seq), n = kv_first_token(batch, seq + 1) - token;
     *room = run_at(a->kv, batch->block_tables + seq * batch->table_stride,
                    batch->ctx_lens[seq] - n, token, n);
     return room;
@@ -72,73 +62,17 @@ static int64_t n_entries(const struct append *a, const struct run *run)
 
 /* ---- the batch ---- */
 
-static tl_status check_arrays(const struct append *a)
-{
-    const struct batch *batch = a->batch;
-    if (batch->table_stride < 1)
-        return tl_fail_i64(TL_EINVAL, a->fn, "table_stride = %lld is below 1",
-                           batch->table_stride);
-    if (!tl_fits_memory(sizeof(uint32_t), 2, (int64_t[]){a->B, batch->table_stride}))
-        return tl_fail_i64(TL_EINVAL, a->fn, "B = %lld tables of %lld do not fit in memory", a->B,
-                           batch->table_stride);
-    const struct span span[] = {
-        tl_span("ctx_lens", batch->ctx_lens, sizeof(int32_t), a->B),
-        tl_span("cu_seqlens", batch->cu_seqlens, sizeof(int32_t), a->B + 1),
-        tl_span("block_tables", batch->block_tables, sizeof(uint32_t),
-                a->B * batch->table_stride)};
-    return tl_check_addresses(a->fn, span, 3);
-}
-
 static tl_status check_batch(const struct append *a)
 {
-    const struct batch *batch = a->batch;
-    if (!a->kv)
-        return tl_fail(TL_EINVAL, a->fn, "the pool is NULL");
-    if (a->B < 0)
-        return tl_fail_i64(TL_EINVAL, a->fn, "B = %lld is negative", a->B);
-    if (a->B > 0 && (!batch->block_tables || !batch->ctx_lens))
-        return tl_fail(TL_EINVAL, a->fn, "%s is NULL with B = %" PRId64,
-                       !batch->block_tables ? "block_tables" : "ctx_lens", a->B);
+    TL_TRY(tl_kv_step_check_pointers(a->fn, a->kv, a->batch));
     if (a->layer >= a->kv->cfg.n_layers)
         return tl_fail(TL_EINVAL, a->fn, "layer %u is out of range: the pool has %u", a->layer,
                        a->kv->cfg.n_layers);
-    TL_TRY(check_arrays(a));
+    TL_TRY(tl_kv_step_check_arrays(a->fn, a->batch));
     if (!kv_is_source(a->store.from))
         return tl_fail(TL_EUNSUPPORTED, a->fn, "dtype = %d is none of TL_F32, TL_F16, TL_BF16",
                        a->store.from);
-    return TL_OK;
-}
-
-static tl_status check_cu_seqlens(const struct append *a)
-{
-    const int32_t *cu = a->batch->cu_seqlens;
-    if (cu && cu[0] != 0)
-        return tl_fail_i64(TL_EINVAL, a->fn, "cu_seqlens[0] = %lld is not 0", cu[0]);
-    for (int64_t seq = 0; cu && seq < a->B; seq++)
-        if (cu[seq + 1] < cu[seq])
-            return tl_fail_i64(TL_EINVAL, a->fn, "cu_seqlens[%lld] = %lld decreases from %lld",
-                               seq + 1, cu[seq + 1], cu[seq]);
-    return TL_OK;
-}
-
-static tl_status check_sequences(const struct append *a)
-{
-    const struct batch *batch = a->batch;
-    const int64_t b = a->kv->cfg.block_tokens;
-    for (int64_t seq = 0; batch && seq < a->B; seq++) {
-        const int64_t n = first_token(batch, seq + 1) - first_token(batch, seq),
-                      end = batch->ctx_lens[seq];
-        if (end < n)
-            return tl_fail_i64(TL_EINVAL, a->fn,
-                               "sequence %lld: ctx_len = %lld is below its %lld tokens", seq, end,
-                               n);
-        if (n > 0 && (end - 1) / b >= batch->table_stride)
-            return tl_fail_i64(TL_EINVAL, a->fn,
-                               "sequence %lld: ctx_len = %lld needs %lld blocks of %lld, "
-                               "table_stride = %lld",
-                               seq, end, (end - 1) / b + 1, b, batch->table_stride);
-    }
-    return TL_OK;
+    return tl_kv_step_check_cu_seqlens(a->fn, a->batch);
 }
 
 /* ---- written entries ---- */
@@ -238,7 +172,7 @@ static tl_status fail_at(const struct append *a, const struct findings *found, s
     const struct kv_block *block = &a->kv->block[id];
     if (kv_refs(a->kv, id) == 0)
         return tl_fail(TL_EINVAL, a->fn, "%s = %u is not used", name, id);
-    if (kv_frozen(a->kv, id))
+    if (kv_is_frozen(a->kv, id))
         return tl_fail(TL_EBUSY, a->fn, "%s = %u is %s", name, id,
                        kv_in_prefix(a->kv, id) ? "in the prefix index" : "registered");
     return tl_fail(TL_EBUSY, a->fn, "%s = %u has %u references", name, id, block->refs);
@@ -405,7 +339,8 @@ static tl_status append(struct append *a, tl_pool *tp)
     TL_TRY(tl_kv_check_tensor(a->fn, a->kv, &a->k));
     TL_TRY(tl_kv_check_tensor(a->fn, a->kv, &a->v));
     TL_TRY(tl_kernels_require(a->fn, &a->store.kernels));
-    TL_TRY(check_sequences(a));
+    if (a->batch)
+        TL_TRY(tl_kv_step_check_lengths(a->fn, a->kv, a->batch));
     TL_TRY(check_entries(a));
     const tl_fpenv caller = tl_fpenv_enter();
     const tl_status status = write_all(a, tp);
@@ -420,12 +355,11 @@ tl_status tl_kv_append(tl_kv_pool *kv, uint32_t layer, const uint32_t *block_tab
                        int64_t k_token_stride, int64_t k_head_stride, int64_t v_token_stride,
                        int64_t v_head_stride, tl_pool *tp)
 {
-    const struct batch batch = {block_tables, table_stride, cu_seqlens, ctx_lens};
+    const struct kv_step batch = {block_tables, table_stride, cu_seqlens, ctx_lens, B};
     struct append a = {.fn = "tl_kv_append", .kv = kv, .layer = layer, .B = B, .batch = &batch,
                        .store.from = dtype};
     TL_TRY(check_batch(&a));
-    TL_TRY(check_cu_seqlens(&a));
-    a.total = first_token(&batch, B);
+    a.total = kv_first_token(&batch, B);
     if (a.total == 0)
         return TL_OK;
     if (!k || !v)

@@ -159,6 +159,11 @@ void tl_owned_free(const tl_allocator *owner, void *p)
         owner->free(owner->user, p);
 }
 
+bool tl_owned_by_default(const tl_allocator *owner)
+{
+    return owner->alloc == default_alloc;
+}
+
 void *tl_alloc(size_t n, size_t align)
 {
     if (n == 0) {

@@ -15,6 +15,9 @@ void *tl_owned_alloc(size_t n, size_t align, tl_allocator *owner);
 /* Gives p back to the hook it came from. NULL: nothing. */
 void tl_owned_free(const tl_allocator *owner, void *p);
 
+/* Whether the library took it from the system by itself. */
+bool tl_owned_by_default(const tl_allocator *owner);
+
 /* *out = a * b, or false where that would wrap. */
 static inline bool tl_mul_size(size_t a, size_t b, size_t *out)
 {

@@ -19,6 +19,9 @@
 
 #define KV_NONE UINT32_MAX /* no block: ids stop below n_blocks, which is at most this */
 
+/* What `prev` of a free block is. */
+enum { KV_RESIDENT, KV_LEAVING, KV_GIVEN_BACK };
+
 /* Bytes within a block. */
 struct kv_sizes {
     size_t row;            /* the elements of one position in a strip */
@@ -34,7 +37,8 @@ struct kv_block {
     uint32_t refs;   /* 0: free or cached */
     uint32_t fill;   /* positions that hold data; 0 while free */
     uint32_t next;   /* free: the next free block; cached: the one used next after this */
-    /* cached: the one used last before this; used: which table entry named it, see kv_append.c */
+    /* cached: the one used last before this; used: for notes of who looks at tables (kv_append.c,
+     * kv_reserve.c); free: whether it has memory (kv_trim.c) */
     uint32_t prev;
     /* registered: the next block in the same bucket; in the prefix index: this block's own id, which
      * it is nowhere else */
@@ -69,17 +73,23 @@ static inline bool kv_in_prefix(const tl_kv_pool *kv, uint32_t id)
     return kv->block[id].chain == id && kv->block[id].hash == 0;
 }
 
-/* Whether a hash or a place in the prefix index stands for the contents of a touched block. */
-static inline bool kv_frozen(const tl_kv_pool *kv, uint32_t id)
+/* Whether a touched block's contents must stay, whoever holds it: a hash or a place in the prefix
+ * index stands for them. */
+static inline bool kv_is_frozen(const tl_kv_pool *kv, uint32_t id)
 {
     return kv->block[id].hash != 0 || kv_in_prefix(kv, id);
 }
 
-/* Whether a used block may be written in place: its one holder is the writer, and nothing stands
- * for its contents. */
+/* Whether a touched block is free. */
+static inline bool kv_is_free(const tl_kv_pool *kv, uint32_t id)
+{
+    return kv->block[id].refs == 0 && !kv_is_frozen(kv, id);
+}
+
+/* Whether a used block may be written in place: its one holder is the writer. */
 static inline bool kv_writable(const tl_kv_pool *kv, uint32_t id)
 {
-    return kv->block[id].refs == 1 && !kv_frozen(kv, id);
+    return kv->block[id].refs == 1 && !kv_is_frozen(kv, id);
 }
 
 /* One layer's K or V slab; id and layer in range. */
@@ -119,6 +129,9 @@ void tl_kv_revive(tl_kv_pool *kv, uint32_t id);
 /* A used block that is neither registered nor in the prefix index, and has no reference any more,
  * becomes free. */
 void tl_kv_release(tl_kv_pool *kv, uint32_t id);
+/* A block with the same K, V and fill, taken in place of one reference on a used one. kv_available()
+ * > 0. */
+uint32_t tl_kv_replace(tl_kv_pool *kv, uint32_t id);
 
 /* Enters a used, full, unregistered block under a non-zero hash, unless another block holds it:
  * then that one's id, else `id`. */

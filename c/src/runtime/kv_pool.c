@@ -17,7 +17,8 @@
 #define LARGE_DATA ((size_t)2 << 20)
 
 _Static_assert(sizeof(struct kv_block) == 32, "a block's record grew");
-_Static_assert(sizeof(tl_kv_cfg) == 28 && sizeof(tl_kv_stats) == 24, "layouts are ABI");
+_Static_assert(sizeof(tl_kv_cfg) == 28 && sizeof(tl_kv_stats) == 24 && sizeof(tl_kv_needs) == 8,
+               "layouts are ABI");
 
 /* ---- the index ---- */
 
@@ -162,8 +163,26 @@ void tl_kv_release(tl_kv_pool *kv, uint32_t id)
 {
     kv->n_used--;
     kv->block[id].fill = 0;
+    kv->block[id].prev = KV_RESIDENT;
     kv->block[id].next = kv->free_head;
     kv->free_head = id;
+}
+
+static void drop(tl_kv_pool *kv, uint32_t id)
+{
+    if (--kv->block[id].refs == 0)
+        retire(kv, id);
+}
+
+/* A used block is not among those that can be evicted. The whole of it moves: layers may hold more
+ * than the fill. */
+uint32_t tl_kv_replace(tl_kv_pool *kv, uint32_t id)
+{
+    const uint32_t copy = tl_kv_take(kv);
+    memcpy(kv_slab(kv, copy, 0, false), kv_slab(kv, id, 0, false), kv->size.block);
+    kv->block[copy].fill = kv->block[id].fill;
+    drop(kv, id);
+    return copy;
 }
 
 /* ---- formats ---- */
@@ -372,8 +391,7 @@ void tl_kv_ref(tl_kv_pool *kv, uint32_t id)
 tl_status tl_kv_unref(tl_kv_pool *kv, uint32_t id)
 {
     TL_TRY(check_held("tl_kv_unref", kv, id));
-    if (--kv->block[id].refs == 0)
-        retire(kv, id);
+    drop(kv, id);
     return TL_OK;
 }
 
@@ -395,13 +413,7 @@ tl_status tl_kv_cow(tl_kv_pool *kv, uint32_t id, uint32_t *out)
     if (kv_available(kv) == 0)
         return tl_fail(TL_EFULL, fn, "no block for a copy of block %u: all %u are used", id,
                        kv->cfg.n_blocks);
-    /* `id` is used, so it is not among those that can be evicted. The whole block moves: layers may
-     * hold more than the fill. */
-    const uint32_t copy = tl_kv_take(kv);
-    memcpy(kv_slab(kv, copy, 0, false), kv_slab(kv, id, 0, false), kv->size.block);
-    kv->block[copy].fill = kv->block[id].fill;
-    kv->block[id].refs--;
-    *out = copy;
+    *out = tl_kv_replace(kv, id);
     return TL_OK;
 }
 
@@ -410,7 +422,7 @@ tl_status tl_kv_cow(tl_kv_pool *kv, uint32_t id, uint32_t *out)
 static tl_status check_fill_may_change(const char *fn, const tl_kv_pool *kv, uint32_t id)
 {
     TL_TRY(tl_kv_check_used(fn, kv, id));
-    if (kv_frozen(kv, id))
+    if (kv_is_frozen(kv, id))
         return tl_fail(TL_EINVAL, fn, "block %u is %s, its fill stays %u", id,
                        kv_in_prefix(kv, id) ? "in the prefix index" : "registered",
                        kv->block[id].fill);

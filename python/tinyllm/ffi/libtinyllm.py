@@ -59,6 +59,7 @@ __all__ = [
     "Function",
     "KvBlock",
     "KvConfig",
+    "KvNeeds",
     "KvStats",
     "KvView",
     "Lib",
@@ -250,6 +251,12 @@ class PrefixBlock(Structure):
     ]
 
 
+class KvNeeds(Structure):
+    """``tl_kv_needs``"""
+
+    _fields_ = [("fresh", c_uint32), ("copies", c_uint32)]
+
+
 class KvView(Structure):
     """``tl_kv_view``"""
 
@@ -363,6 +370,7 @@ STRUCTS: Final[dict[str, type[Structure]]] = {
     "tl_kv_block": KvBlock,
     "tl_prefix_stats": PrefixStats,
     "tl_prefix_block": PrefixBlock,
+    "tl_kv_needs": KvNeeds,
     "tl_kv_view": KvView,
     "tl_trace_event": TraceEvent,
     "tl_trace": Trace,
@@ -429,6 +437,12 @@ PROTOTYPES: Final[tuple[tuple[str, Any, tuple[Any, ...]], ...]] = (
     ("tl_kv_blocks_get", STATUS, (c_void_p, c_uint32, c_uint32, POINTER(KvBlock))),
     ("tl_crc32c", c_uint32, (c_void_p, c_size_t, c_uint32)),
     ("tl_kv_oldest", STATUS, (c_void_p, c_uint32, _u32, _u32)),
+    (
+        "tl_kv_reserve",
+        STATUS,
+        (c_void_p, _u32, c_int64, _i32, _i32, c_int64, c_int, POINTER(KvNeeds)),
+    ),
+    ("tl_kv_trim", STATUS, (c_void_p, c_uint32, POINTER(c_uint64))),
     (
         "tl_kv_append",
         STATUS,

@@ -152,18 +152,18 @@ static inline void kv_audit(const tl_kv_pool *kv)
     uint32_t n_free = kv->cfg.n_blocks - kv->n_touched, n_cached = 0, n_used = 0, n_named = 0,
              n_indexed = 0, n_idle = 0;
     for (uint32_t id = kv->free_head; id != KV_NONE; id = kv->block[id].next, n_free++)
-        CHECK(kv->block[id].refs == 0 && !kv_frozen(kv, id) && n_free < kv->cfg.n_blocks,
+        CHECK(kv->block[id].refs == 0 && !kv_is_frozen(kv, id) && n_free < kv->cfg.n_blocks,
               "free block %u", id);
     for (uint32_t id = kv->oldest, prev = KV_NONE; id != KV_NONE;
          prev = id, id = kv->block[id].next, n_cached++)
-        CHECK(kv->block[id].refs == 0 && kv_frozen(kv, id) && kv->block[id].prev == prev &&
+        CHECK(kv->block[id].refs == 0 && kv_is_frozen(kv, id) && kv->block[id].prev == prev &&
                   (kv->block[id].next != KV_NONE || kv->newest == id) &&
                   n_cached < kv->cfg.n_blocks,
               "cached block %u", id);
     for (uint32_t id = 0; id < kv->n_touched; id++) {
         n_used += kv->block[id].refs > 0;
         n_named += kv->block[id].hash != 0;
-        n_idle += kv->block[id].refs == 0 && kv_frozen(kv, id);
+        n_idle += kv->block[id].refs == 0 && kv_is_frozen(kv, id);
         for (uint32_t at = kv->block[id].bucket; at != KV_NONE;
              at = kv->block[at].chain, n_indexed++)
             CHECK(kv->block[at].hash != 0 && n_indexed < kv->cfg.n_blocks, "block %u in bucket %u",
