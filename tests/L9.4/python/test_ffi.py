@@ -221,7 +221,8 @@ def test_struct_sizes_are_the_documented_ones() -> None:
     sizes = {c: ctypes.sizeof(struct) for c, struct in ffi.STRUCTS.items()}
     assert sizes == {
         "tl_allocator": 24, "tl_arena_mark": 16, "tl_arena_stats": 32, "tl_kv_cfg": 28,
-        "tl_kv_stats": 24, "tl_kv_block": 16, "tl_prefix_stats": 72, "tl_prefix_block": 40,
+        "tl_kv_stats": 24, "tl_kv_block": 16, "tl_kv_needs": 8,
+        "tl_prefix_stats": 72, "tl_prefix_block": 40,
         "tl_kv_view": 184, "tl_trace_event": 72, "tl_trace": 24, "tl_paged_attn_args": 200,
         "tl_attn_part": 32,
     }  # fmt: skip

@@ -86,8 +86,10 @@ static tl_kv_needs counted(const tl_kv_pool *kv, const struct step *step)
         if (n == 0)
             continue;
         needs.fresh += blocks_of(begin + n) - blocks_of(begin);
-        tl_kv_block *tail = &block[step->tables[s * STRIDE + (begin ? (begin - 1) / SLOTS : 0)]];
-        if (begin % SLOTS != 0 && (tail->hash != 0 || tail->refs > 1))
+        if (begin % SLOTS == 0)
+            continue;
+        tl_kv_block *tail = &block[step->tables[s * STRIDE + begin / SLOTS]];
+        if (tail->hash != 0 || tail->refs > 1)
             needs.copies++, tail->refs--;
     }
     return needs;
