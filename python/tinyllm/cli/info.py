@@ -10,10 +10,11 @@ from typing import Any, Final
 import numpy as np
 
 import tinyllm
+from tinyllm import _cgroup
 from tinyllm._check import INT32_MAX
 from tinyllm._kv_format import FORMATS, KvFormat
 from tinyllm._words import human_bytes
-from tinyllm.cli import cgroup, machine
+from tinyllm.cli import machine
 from tinyllm.cli.common import (
     CliError,
     add_json,
@@ -107,10 +108,10 @@ def machine_facts() -> dict[str, Any]:
         "cpu": machine.cpu_model(),
         "cpus_usable": usable,
         "cpus": present,
-        "cpu_quota": cgroup.cpu_quota(),
+        "cpu_quota": _cgroup.cpu_quota(),
         "last_level_cache_bytes": machine.last_level_cache(),
         "memory_bytes": total,
-        "memory_limit_bytes": cgroup.memory_limit(),
+        "memory_limit_bytes": _cgroup.memory_limit(),
         "memory_available_bytes": available,
         "huge_pages": machine.huge_pages(),
         "python": sys.version.split()[0],

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tinyllm.cli import bench, cgroup, info, machine
+from tinyllm import _cgroup, _machine
+from tinyllm.cli import bench, info, machine
 from tinyllm.cli.common import CliError
 
 GIB = 1 << 30
@@ -30,8 +31,8 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Files:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
 
-    monkeypatch.setattr(cgroup, "_ROOT", tmp_path)
-    monkeypatch.setattr(machine, "_MEMORY", tmp_path / "proc/meminfo")
+    monkeypatch.setattr(_cgroup, "_ROOT", tmp_path)
+    monkeypatch.setattr(_machine, "_MEMORY", tmp_path / "proc/meminfo")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
     write({"proc/meminfo": f"MemTotal: {64 << 20} kB\nMemAvailable: {60 << 20} kB\n"})
@@ -41,7 +42,11 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Files:
 def test_without_control_groups_the_machine_counts(files: Files) -> None:
     assert machine.memory() == (64 * GIB, 60 * GIB)
     assert machine.cpus() == (8, 16)
-    assert (cgroup.memory_limit(), cgroup.memory_room(), cgroup.cpu_quota()) == (None, None, None)
+    assert (_cgroup.memory_limit(), _cgroup.memory_room(), _cgroup.cpu_quota()) == (
+        None,
+        None,
+        None,
+    )
 
 
 TOP = "sys/fs/cgroup"
@@ -165,7 +170,7 @@ def test_cpus_are_those_that_the_tightest_quota_pays_for(
     files: Files, texts: dict[str, str], quota: float | None, usable: int
 ) -> None:
     files({"proc/self/cgroup": "0::/a/b\n", **texts})
-    assert cgroup.cpu_quota() == quota
+    assert _cgroup.cpu_quota() == quota
     assert machine.cpus() == (usable, 16)
 
 
