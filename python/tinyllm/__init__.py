@@ -18,7 +18,15 @@ from tinyllm.attention import (
     paged_attention_decode,
     paged_attention_states,
 )
-from tinyllm.errors import AbiMismatch, ClosedError, ConcurrentUseError, OutOfBlocks, TlError
+from tinyllm.errors import (
+    AbiMismatch,
+    ClosedError,
+    ConcurrentUseError,
+    OutOfBlocks,
+    OutOfMemory,
+    StoreError,
+    TlError,
+)
 from tinyllm.infer.paged import PagedKVCache
 from tinyllm.kv_view import KVView
 from tinyllm.modern.window import windowed_attention
@@ -37,9 +45,11 @@ __all__ = [
     "ConcurrentUseError",
     "KVView",
     "OutOfBlocks",
+    "OutOfMemory",
     "PagedKVCache",
     "Recording",
     "Snapshot",
+    "StoreError",
     "ThreadPool",
     "TlError",
     "__version__",

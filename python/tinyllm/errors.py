@@ -8,7 +8,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["AbiMismatch", "ClosedError", "ConcurrentUseError", "OutOfBlocks", "TlError"]
+__all__ = [
+    "AbiMismatch",
+    "ClosedError",
+    "ConcurrentUseError",
+    "OutOfBlocks",
+    "OutOfMemory",
+    "StoreError",
+    "TlError",
+]
 
 
 class TlError(RuntimeError):
@@ -51,6 +59,16 @@ class AbiMismatch(RuntimeError):
 
 class OutOfBlocks(RuntimeError):
     """The pool cannot give the blocks a call needs; nothing was changed."""
+
+
+class OutOfMemory(MemoryError):
+    """A cache would take more memory than the machine or its control group has to give; nothing was
+    reserved."""
+
+
+class StoreError(RuntimeError):
+    """A store of sequences did not keep what it was given, or gave something else. Nothing is lost
+    that was there before the call: what was to leave the cache is still in it."""
 
 
 class ClosedError(RuntimeError):

@@ -32,6 +32,7 @@ from tinyllm.ffi.libtinyllm import (
     i32_ptr,
     memory_at,
     u32_ptr,
+    u64_ptr,
 )
 from tinyllm.kv_view import codes_of, scales_of
 
@@ -54,12 +55,14 @@ class Blocks:
     fresh: what a call took from the pool and no table names yet. Where the call does not end well,
     ``give_back`` returns it before the next one begins. high_water: the most blocks in use at once.
     overflowed: values that became infinite where the pool could not see it.
+    touched: the most blocks that hold memory. The pool takes what was freed last first, so these
+    are the blocks that were ever used at once; ``trim`` takes some away.
     """
 
     def __init__(self, lib: Lib, handle: Handle, form: KvFormat) -> None:
         self.lib, self.handle, self.form = lib, handle, form
         self.fresh: NDArray[np.uint32] | None = None
-        self.high_water = self.overflowed = 0
+        self.high_water = self.overflowed = self.touched = 0
         # What a write tells of its one sequence: where its tokens begin and end, its length.
         self._span = np.zeros(3, np.int32)
         self._starts, self._length = i32_ptr(self._span), i32_ptr(self._span[2:])
@@ -80,6 +83,7 @@ class Blocks:
         stats = self._counters()
         if stats.used > self.high_water:
             self.high_water = stats.used
+        self.touched = max(self.touched, int(stats.used + stats.cached))
         return stats
 
     def unrepresentable(self) -> int:
@@ -144,6 +148,22 @@ class Blocks:
     def unref(self, blocks: list[int]) -> Step:
         """One holder less for each, the last block first."""
         return self.lib.tl_kv_unref.steps(self.handle.address, reversed(blocks))
+
+    # --- memory
+    # ---------------------------------------------------------------------------------------------
+
+    def idle_bytes(self) -> int:
+        """Memory that free blocks hold, at most."""
+        return (self.touched - self.n_blocks + int(self.stats().free)) * self.block_bytes
+
+    def trim(self, keep: int) -> int:
+        """Gives the memory of free blocks back but for the ``keep`` freed last: how many bytes.
+        Raises TlError."""
+        given = np.zeros(1, np.uint64)
+        self.lib.tl_kv_trim(self.handle.address, keep, u64_ptr(given))
+        if given[0]:  # none of a caller's own allocator, which keeps what it has
+            self.touched = min(self.touched, self.n_blocks - int(self.stats().free) + keep)
+        return int(given[0])
 
     # --- fills
     # ---------------------------------------------------------------------------------------------

@@ -41,6 +41,7 @@ from tinyllm.ffi.libtinyllm import (
 )
 from tinyllm.infer.batch import BatchTable, CachedSequence
 from tinyllm.infer.blocks import NO_BLOCK, Blocks, blocks_of, fill_of
+from tinyllm.infer.memory import blocks_within, byte_count
 from tinyllm.infer.prefixes import Prefixes, Text, namespace_of, tokens_of
 from tinyllm.kv_view import KVView
 
@@ -74,6 +75,11 @@ class PagedKVCache(NotCopied):
     lib: a loaded library; None is the default one.
     num_blocks, block_size, n_layers, n_kv_heads, d_head: how many blocks there are, positions in
     one, layers, KV heads and elements of a row.
+    memory: instead of num_blocks, what their K and V may take: bytes, or a text with one of kB, MB,
+    GB, TB, KiB, MiB, GiB, TiB, like "4GiB". force: more than the machine or its container can give
+    now is not refused.
+    trim_above: bytes, or such a text. Where free blocks hold more memory after a call that freed
+    some, the longest free give theirs back to the system, down to half of it. None: all keep it.
     dtype: what K and V are stored as, by name or as a dtype of numpy, ml_dtypes or torch:
     "float16", "bfloat16" or "float32"; or "int8" or "float8_e4m3fn", of which each row of d_head
     elements has a scale of its own, d_head + 4 bytes. What is stored is never scaled anew.
@@ -84,16 +90,18 @@ class PagedKVCache(NotCopied):
     sequences. An empty cache is true all the same.
 
     Threads: one at a time may write (add_seq, fork, free, truncate, trim_front, append, import_seq,
-    close), any number may read (gather, export_seq, and attention over the cache), and not both:
-    a second writer, or a reader beside a writer, raises ConcurrentUseError at once and changes
-    nothing. Everything else may be called at any time from any thread; stats, snapshot, metrics,
-    look and view wait for the end of a write, and the next write for theirs. Who hands tables to
-    ``paged_attention`` himself sees to it that nobody frees those sequences meanwhile.
+    trim, close), any number may read (gather, export_seq, and attention over the
+    cache), and not both: a second writer, or a reader beside a writer, raises ConcurrentUseError at
+    once and changes nothing. Everything else may be called at any time from any thread; stats,
+    snapshot, metrics, look and view wait for the end of a write, and the next write for theirs. Who
+    hands tables to ``paged_attention`` himself sees to it that nobody frees those sequences
+    meanwhile.
     A call that an exception of a signal handler ends (KeyboardInterrupt) has done all or nothing.
 
-    Raises: TypeError for a size that is missing and another dtype; ValueError for a size that is no
-    positive integer below 2**32 (num_blocks: 2**31), or for a pool beyond the address space;
-    TlError (``TL_ENOMEM``) where its memory cannot be reserved.
+    Raises: TypeError for a size that is missing, both num_blocks and memory, and another dtype;
+    ValueError for a size that is no positive integer below 2**32 (num_blocks: 2**31), memory that
+    holds no block, or a pool beyond the address space; OutOfMemory for memory that is not there;
+    TlError (``TL_ENOMEM``) where it cannot be reserved.
     """
 
     _instead = (
@@ -118,6 +126,7 @@ class PagedKVCache(NotCopied):
         d_head: int,
         *,
         dtype: Any = "float16",
+        trim_above: int | str | None = None,
     ) -> None: ...
 
     @overload
@@ -130,6 +139,22 @@ class PagedKVCache(NotCopied):
         n_kv_heads: int,
         d_head: int,
         dtype: Any = "float16",
+        trim_above: int | str | None = None,
+        lib: Lib | None = None,
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self,
+        *,
+        memory: int | str,
+        block_size: int,
+        n_layers: int,
+        n_kv_heads: int,
+        d_head: int,
+        dtype: Any = "float16",
+        force: bool = False,
+        trim_above: int | str | None = None,
         lib: Lib | None = None,
     ) -> None: ...
 
@@ -143,9 +168,16 @@ class PagedKVCache(NotCopied):
         d_head: int = _NEEDED,
         *,
         dtype: Any = "float16",
+        memory: int | str | None = None,
+        force: bool = False,
+        trim_above: int | str | None = None,
     ) -> None:
         fn = "PagedKVCache"
-        given = (num_blocks, block_size, n_layers, n_kv_heads, d_head)
+        if memory is not None and num_blocks is not _NEEDED:
+            raise TypeError(
+                f"{fn}: num_blocks and memory are given, and one follows from the other"
+            )
+        given = (1 if memory is not None else num_blocks, block_size, n_layers, n_kv_heads, d_head)
         missing = [name for name, n in zip(_SIZES, given, strict=True) if n is _NEEDED]
         if missing:
             raise TypeError(f"{fn}: {', '.join(missing)} must be given")
@@ -154,6 +186,13 @@ class PagedKVCache(NotCopied):
         for (name, high), n in zip(_SIZES.items(), given, strict=True):
             setattr(self, name, integer(fn, name, n, 1, high, ValueError))
         form = format_named(fn, dtype)
+        if memory is not None:
+            strip = form.strip_bytes(self.block_size, self.d_head)
+            block_bytes = 2 * self.n_layers * self.n_kv_heads * strip
+            self.num_blocks = blocks_within(fn, memory, block_bytes, force=force)
+        self._trim_above = (
+            None if trim_above is None else byte_count(fn, "trim_above", trim_above, 0)
+        )
         self.lib = lib = load() if lib is None else lib
         self._prefixes = Prefixes(fn, lib, self.block_size)
         self._handle = self._prefixes.handle
@@ -293,6 +332,7 @@ class PagedKVCache(NotCopied):
             self._blocks.commit(
                 partial(self._sequences.pop, seq_id), self._blocks.unref(sequence.blocks())
             )
+            self._trim_idle()
 
     def truncate(self, seq_id: Hashable, length: int, *, unsay: bool = True) -> None:
         """Forgets what a sequence holds from position ``length`` on, in every layer, and gives up
@@ -331,6 +371,7 @@ class PagedKVCache(NotCopied):
                 *fill,
                 self._blocks.unref(sequence.blocks()[max(0, keep - sequence.gone) :]),
             )
+            self._trim_idle()
 
     def trim_front(self, seq_id: Hashable, window: int) -> None:
         """Gives up the blocks that no layer's last ``window`` positions reach: a model that sees no
@@ -357,6 +398,7 @@ class PagedKVCache(NotCopied):
                 partial(setattr, self, "_version", self._version + 1),
                 self._blocks.unref(freed),
             )
+            self._trim_idle()
 
     def append(self, seq_id: Hashable, layer: int, k: Tensor, v: Tensor) -> None:
         """Adds T >= 1 positions to one layer of a sequence.
@@ -545,6 +587,28 @@ class PagedKVCache(NotCopied):
             self._blocks.unref(own),
         )
 
+    # --- memory
+    # ---------------------------------------------------------------------------------------------
+
+    def trim(self, keep: int = 0) -> int:
+        """Gives the memory of free blocks back to the system, but for the ``keep`` that were freed
+        last, and says how many bytes that were: whole pages. It is taken again when they are used.
+
+        Raises: TypeError for what is no integer; ValueError for one below 0 or above 2**32-1;
+        TlError (``TL_EIO``) where the system refuses.
+        """
+        keep = integer("trim", "keep", keep, 0, UINT32_MAX)
+        with self._handle.write(), self._handle.turn:
+            self._settle()
+            return self._blocks.trim(keep)
+
+    def _trim_idle(self) -> None:
+        """Gives memory back where free blocks hold more than ``trim_above``. Down to half of it, so
+        that the next few blocks do not call the system again."""
+        if self._trim_above is not None and self._blocks.idle_bytes() > self._trim_above:
+            with contextlib.suppress(TlError):  # what was freed is free, whatever the system says of pages
+                self._blocks.trim(self._trim_above // 2 // self._blocks.block_bytes)
+
     # --- moving
     # ---------------------------------------------------------------------------------------------
 
@@ -611,6 +675,13 @@ class PagedKVCache(NotCopied):
         block is used."""
         self._refuse_closed()
         return self.num_blocks * self._blocks.block_bytes
+
+    @property
+    def resident_bytes(self) -> int:
+        """How many of them have been taken from the system, in whole blocks: the used, the cached,
+        and the free that ``trim`` has not given back."""
+        self._refuse_closed()
+        return self._blocks.touched * self._blocks.block_bytes
 
     def __contains__(self, seq_id: object) -> bool:
         self._refuse_closed()
