@@ -33,6 +33,7 @@ from tinyllm.modern.window import windowed_attention
 from tinyllm.threads import ThreadPool
 
 if TYPE_CHECKING:
+    from tinyllm.infer.stores import FileStore, MemoryStore, open_store
     from tinyllm.observe.calls.diff import diff
     from tinyllm.observe.calls.recording import Recording, record
     from tinyllm.observe.calls.timeline import timeline
@@ -43,7 +44,9 @@ __all__ = [
     "AbiMismatch",
     "ClosedError",
     "ConcurrentUseError",
+    "FileStore",
     "KVView",
+    "MemoryStore",
     "OutOfBlocks",
     "OutOfMemory",
     "PagedKVCache",
@@ -57,6 +60,7 @@ __all__ = [
     "diff",
     "flash_attention",
     "merge_states",
+    "open_store",
     "paged_attention",
     "paged_attention_decode",
     "paged_attention_states",
@@ -66,10 +70,13 @@ __all__ = [
 ]
 
 _LATER = {
+    "FileStore": "tinyllm.infer.stores",
+    "MemoryStore": "tinyllm.infer.stores",
     "Recording": "tinyllm.observe.calls.recording",
     "Snapshot": "tinyllm.observe.pool.snapshot",
     "attention_mass": "tinyllm.observe.pool.mass",
     "diff": "tinyllm.observe.calls.diff",
+    "open_store": "tinyllm.infer.stores",
     "record": "tinyllm.observe.calls.recording",
     "timeline": "tinyllm.observe.calls.timeline",
 }

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from tinyllm.ffi.libtinyllm import (
     KV_VIEW_BYTES,
     TL_EFULL,
     TL_KV_ENVELOPE_HEADER,
+    TL_KV_MAGIC,
     TL_KV_RECORD_HEADER,
     KvConfig,
     KvStats,
@@ -293,6 +295,54 @@ class Blocks:
             raise
         self.stats()
         return self.fresh, sum(fills)
+
+    def header(self, n: int) -> bytes:
+        """What an envelope of ``n`` blocks begins with."""
+        n_heads, b, width = self._slab
+        form = (TL_KV_MAGIC, self.form.tl_format, self.form.tl_dtype)
+        return struct.pack("<4sHH5I", *form, n, b, self.n_layers, n_heads, width)
+
+    def envelope(self, blocks: list[int], held: NDArray[np.int64]) -> NDArray[np.uint8]:
+        """The envelope of some blocks as one sequence holds them, whatever others hold in them.
+
+        held: positions in each block of each layer, [blocks, n_layers]; what lies past them is
+        zeros. No block has a hash.
+        """
+        record = TL_KV_RECORD_HEADER + self.block_bytes
+        out = np.empty(TL_KV_ENVELOPE_HEADER + len(blocks) * record + 4, np.uint8)
+        out[:TL_KV_ENVELOPE_HEADER] = np.frombuffer(self.header(len(blocks)), np.uint8)
+        records = out[TL_KV_ENVELOPE_HEADER:-4].reshape(len(blocks), record)
+        for row, block, n in zip(records, blocks, held, strict=True):
+            head, payload = row[:TL_KV_RECORD_HEADER], row[TL_KV_RECORD_HEADER:]
+            head[...] = np.frombuffer(struct.pack("<QI", 0, int(n.max())), np.uint8)
+            payload[...] = memory_at(
+                self.lib.tl_kv_block_ptr(self.handle.address, block, 0, 0), self.block_bytes
+            )
+            self._clear(payload, n.tolist())
+        crc = self.lib.tl_crc32c(out.ctypes.data, len(out) - 4, 0)
+        out[-4:] = np.frombuffer(struct.pack("<I", crc), np.uint8)
+        return out
+
+    def _clear(self, payload: NDArray[np.uint8], held: list[int]) -> None:
+        """Zeros past the positions that each layer of a block holds."""
+        n_heads, b, width = self._slab
+        row = width * self.form.element.itemsize
+        strips = payload.reshape(self.n_layers, 2 * n_heads, -1)
+        scales = strips.shape[2] - 4 * b * self.form.has_scales
+        for layer, n in zip(strips, held, strict=True):
+            layer[:, n * row : scales] = 0
+            layer[:, scales + 4 * n :] = 0
+
+    def load_all(self, envelopes: list[NDArray[np.uint8]], n: int) -> NDArray[np.uint32]:
+        """The ``n`` blocks of some envelopes together, which are ``fresh``. Raises TlError."""
+        self.fresh = np.full(n, NO_BLOCK, np.uint32)
+        begin = 0
+        for envelope in envelopes:
+            ids = u32_ptr(self.fresh[begin:])
+            self.lib.tl_kv_import(self.handle.address, envelope.ctypes.data, len(envelope), ids)
+            begin += int.from_bytes(envelope[8:12].tobytes(), "little")
+        self.stats()
+        return self.fresh
 
     def other_format(self, envelope: NDArray[np.uint8]) -> str | None:
         """The dtype that an envelope says it holds, where that is another one."""

@@ -16,7 +16,7 @@ import os
 import warnings
 import weakref
 from array import array
-from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, overload
 
@@ -45,7 +45,8 @@ from tinyllm.infer.memory import blocks_within, byte_count
 from tinyllm.infer.prefixes import Prefixes, Text, namespace_of, tokens_of
 from tinyllm.kv_view import KVView
 
-if TYPE_CHECKING:  # loaded by the first look: an engine does without
+if TYPE_CHECKING:  # loaded by the first look or swap: an engine does without
+    from tinyllm.infer.stores import Store
     from tinyllm.observe.pool.picture import Picture
     from tinyllm.observe.pool.snapshot import Snapshot
 
@@ -90,7 +91,7 @@ class PagedKVCache(NotCopied):
     sequences. An empty cache is true all the same.
 
     Threads: one at a time may write (add_seq, fork, free, truncate, trim_front, append, import_seq,
-    trim, close), any number may read (gather, export_seq, and attention over the
+    swap_in, swap_out, trim, close), any number may read (gather, export_seq, and attention over the
     cache), and not both: a second writer, or a reader beside a writer, raises ConcurrentUseError at
     once and changes nothing. Everything else may be called at any time from any thread; stats,
     snapshot, metrics, look and view wait for the end of a write, and the next write for theirs. Who
@@ -629,6 +630,12 @@ class PagedKVCache(NotCopied):
                     f"export_seq: the layers of sequence {seq_id!r} hold {low} to {high} "
                     "positions; all must hold the same number, at least one"
                 )
+            last = len(sequence.table) - 1
+            fills = np.full((last + 1, self.n_layers), self.block_size)
+            fills[last] = fill_of(high, last, self.block_size)
+            if self.lib.tl_kv_fill(self.pool, int(sequence.table[last])) != fills[last, 0]:
+                # Another sequence, from which this one was forked and then cut, holds more of it.
+                return bytearray(self._blocks.envelope(sequence.blocks(), fills))
             return self._blocks.export(sequence.table)
 
     def import_seq(self, seq_id: Hashable, envelope: bytes | bytearray | memoryview) -> None:
@@ -660,6 +667,65 @@ class PagedKVCache(NotCopied):
             self._blocks.commit(
                 partial(self._sequences.__setitem__, seq_id, sequence), self._blocks.keep()
             )
+
+    def swap_out(
+        self,
+        seq_id: Hashable,
+        store: Store,
+        *,
+        key: str | None = None,
+        replace: bool = False,
+        progress: Callable[[int, int], object] | None = None,
+    ) -> None:
+        """Takes a sequence out of the pool into ``store`` and frees its blocks; ``swap_in`` brings
+        it back with every bit, in a cache of the same sizes and dtype, anywhere. Layers may hold
+        different numbers of positions, and ``trim_front`` may have given some up.
+
+        store: a dict, ``MemoryStore``, ``FileStore``, what ``open_store`` gives, or any mapping of
+        str to bytes (``tinyllm.infer.stores.Store``). It gets entries of 64 MiB or one block.
+        key: the name there, under which it writes "<key>/head", "<key>/0" and so on; None: one that
+        follows from ``seq_id``, a str, int or bytes. replace: what the store has under it is
+        forgotten, rather than refused. progress: called with the bytes of K and V done and to be
+        done, first with 0; what it raises ends the swap.
+
+        All is read back and compared before anything is freed. Until then others may read and write
+        the cache, but not this sequence; the last step is a write.
+
+        Raises: TypeError for an id that needs a key, and what is no store; ValueError where the
+        store has that key; StoreError where it fails or gives other bytes back; ConcurrentUseError
+        where the sequence was written meanwhile. Then it is in the cache as before, and what the
+        store got is removed, unless that fails too.
+        """
+        from tinyllm.infer import offload
+
+        offload.swap_out(self, seq_id, store, key, replace, progress)
+
+    def swap_in(
+        self,
+        seq_id: Hashable,
+        store: Store,
+        *,
+        key: str | None = None,
+        keep: bool = False,
+        progress: Callable[[int, int], object] | None = None,
+    ) -> None:
+        """Begins a sequence with what ``swap_out`` stored: every bit, in other blocks, which are
+        not registered in the prefix index. Then the store's entries are removed, unless ``keep``.
+
+        seq_id: may be another than it was; store, key, progress: as of ``swap_out``. What is read
+        is kept beside the pool until the sequence is live, which is the only write.
+
+        Raises: KeyError where the store has none; ValueError where ``seq_id`` is live, and for one
+        of a cache of other sizes or another dtype; StoreError where the store fails, or what it
+        gives is damaged, not whole or another's; OutOfBlocks; TypeError as ``swap_out``. Then
+        nothing has changed, here and there.
+        Warns: UserWarning where the sequence is live and the store does not remove its entries.
+        """
+        from tinyllm.infer import offload
+
+        left = offload.swap_in(self, seq_id, store, key, keep, progress)
+        if left:
+            warnings.warn(f"{left}; the sequence is live", UserWarning, stacklevel=2)
 
     # --- looking
     # --------------------------------------------------------------------------------------------
