@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import os
 import unicodedata
-from typing import Any
+from typing import Any, Final
+
+_CUT: Final = "..."
 
 
 def is_terminal(stream: Any) -> bool:
@@ -30,13 +32,29 @@ def prints(stream: Any, letters: str) -> bool:
 
 def harmless(name: str, width: int) -> str:
     """``name`` in at most ``width`` columns: what a terminal or a page would act on is spelled out,
-    and no name at all is two quotes."""
-    pieces = [c if c.isprintable() else ascii(c)[1:-1] for c in name[: width + 1]]
-    if sum(map(columns, pieces)) <= width:
+    and no name at all is two quotes.
+
+    A longer one is cut in its middle, since ids are often told apart by their ends.
+    """
+    width = max(0, width)
+    short = len(name) <= 4 * width  # beyond that even letters without a width are too many
+    seen = name if short else name[: 2 * width] + name[-2 * width :]
+    pieces = [c if c.isprintable() else ascii(c)[1:-1] for c in seen]
+    if short and sum(map(columns, pieces)) <= width:
         return "".join(pieces) or "''"
-    while pieces and sum(map(columns, pieces)) > width - 3:
-        pieces.pop()
-    return "".join(pieces) + "..."
+    room = width - len(_CUT)
+    head = _first(pieces, room - room // 2)
+    tail = _first(pieces[::-1], room // 2)[::-1]
+    return "".join([*head, _CUT[:width], *tail])
+
+
+def _first(pieces: list[str], room: int) -> list[str]:
+    """As many of ``pieces`` as fit in ``room`` columns."""
+    for i, piece in enumerate(pieces):
+        room -= columns(piece)
+        if room < 0:
+            return pieces[:i]
+    return pieces
 
 
 def columns(text: str) -> int:

@@ -105,7 +105,7 @@ def display_width(text: str) -> int:
     return total
 
 
-@given(name=st.text(), width=st.integers(3, 50))
+@given(name=st.text(), width=st.integers(2, 50))
 def test_a_name_is_made_harmless_and_short(name: str, width: int) -> None:
     shown = harmless(name, width)
     assert shown.isprintable()
@@ -126,6 +126,22 @@ def test_a_hostile_name_is_made_harmless_and_short(name: str, width: int) -> Non
 
 def test_a_name_that_fits_stays_as_it_is() -> None:
     assert harmless("chat 1", 6) == "chat 1"
-    assert harmless("chat 12", 6) == "cha..."
     assert harmless("漢字", 4) == "漢字"
     assert harmless("\x1b[m", 18) == r"\x1b[m"
+
+
+def test_a_long_name_is_cut_in_its_middle() -> None:
+    assert harmless("chat 12", 6) == "ch...2"
+    assert harmless("conversation-000117", 18) == "conversa...-000117"
+    assert harmless("漢字" * 9 + "漢", 12) == "漢字...字漢"
+    assert harmless("a" + "e\u0301" * 30 + "z", 7).startswith("ae")
+    assert harmless("e\u0301" * 30 + "z", 30).endswith("z")
+    assert [harmless("abcd", width) for width in range(-1, 4)] == ["", "", ".", "..", "..."]
+
+
+@given(name=st.text("abc0123456789-_", min_size=19), at=st.integers(-7, 7))
+def test_names_that_differ_near_an_end_are_told_apart(name: str, at: int) -> None:
+    """Of 18 columns 8 show the beginning and 7 the end."""
+    other = list(name)
+    other[at] = "x"
+    assert harmless(name, 18) != harmless("".join(other), 18)
