@@ -519,8 +519,10 @@ class PagedKVCache(NotCopied):
         self._named("pin", tokens, namespace, self._prefixes.pin)
 
     def unpin(self, tokens: Any, namespace: bytes = b"") -> None:
-        """Takes back what ``pin`` did with the same ``tokens`` and ``namespace``. Raises as it does,
-        LookupError for what is not pinned."""
+        """Takes back what ``pin`` did with the same ``tokens`` and ``namespace``.
+
+        Raises: as ``pin``; LookupError for what is not pinned.
+        """
         self._named("unpin", tokens, namespace, self._prefixes.unpin)
 
     def _named(self, fn: str, tokens: Any, namespace: bytes, change: Any) -> None:
@@ -607,7 +609,9 @@ class PagedKVCache(NotCopied):
         """Gives memory back where free blocks hold more than ``trim_above``. Down to half of it, so
         that the next few blocks do not call the system again."""
         if self._trim_above is not None and self._blocks.idle_bytes() > self._trim_above:
-            with contextlib.suppress(TlError):  # what was freed is free, whatever the system says of pages
+            with contextlib.suppress(
+                TlError
+            ):  # what was freed is free, whatever the system says of pages
                 self._blocks.trim(self._trim_above // 2 // self._blocks.block_bytes)
 
     # --- moving
