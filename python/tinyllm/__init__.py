@@ -27,6 +27,8 @@ from tinyllm.errors import (
     StoreError,
     TlError,
 )
+from tinyllm.infer.layered import LayeredKVCache
+from tinyllm.infer.layers import Layer
 from tinyllm.infer.paged import PagedKVCache
 from tinyllm.kv_view import KVView
 from tinyllm.modern.window import windowed_attention
@@ -46,6 +48,8 @@ __all__ = [
     "ConcurrentUseError",
     "FileStore",
     "KVView",
+    "Layer",
+    "LayeredKVCache",
     "MemoryStore",
     "OutOfBlocks",
     "OutOfMemory",

@@ -72,6 +72,7 @@ def paged_attention_decode(
     fn = "paged_attention_decode"
     if not isinstance(cache, PagedKVCache):
         raise TypeError(f"{fn}: cache must be a PagedKVCache, not {type(cache).__name__}")
+    cache, layer = cache._of_layer(fn, layer)
     lib = cache.lib
     q = packed(floats(fn, "q", q, 3))
     n_batch, n_heads, width = q.shape
@@ -83,7 +84,6 @@ def paged_attention_decode(
     seq_ids = ids_in_order(fn, seq_ids)
     if len(seq_ids) != n_batch:
         raise ValueError(f"{fn}: q has {n_batch} rows for {len(seq_ids)} sequences")
-    layer = cache._layer(fn, layer)
     window = window_of(fn, window)
     factor = scale_of(fn, scale, width)
     given = out

@@ -41,6 +41,7 @@ from tinyllm.ffi.libtinyllm import (
 )
 from tinyllm.infer.batch import BatchTable, CachedSequence
 from tinyllm.infer.blocks import NO_BLOCK, Blocks, blocks_of, fill_of
+from tinyllm.infer.layers import Layer, checked_layers
 from tinyllm.infer.memory import blocks_within, byte_count
 from tinyllm.infer.prefixes import Prefixes, Text, namespace_of, tokens_of
 from tinyllm.kv_view import KVView
@@ -53,6 +54,7 @@ if TYPE_CHECKING:  # loaded by the first look or swap: an engine does without
 __all__ = ["OutOfBlocks", "PagedKVCache"]
 
 _NEEDED: Final[Any] = object()
+SLACK: Final = 32  # positions that layers with a window keep beyond it
 _SIZES: Final = {
     "num_blocks": INT32_MAX,
     "block_size": UINT32_MAX,
@@ -76,6 +78,8 @@ class PagedKVCache(NotCopied):
     lib: a loaded library; None is the default one.
     num_blocks, block_size, n_layers, n_kv_heads, d_head: how many blocks there are, positions in
     one, layers, KV heads and elements of a row.
+    layers, slack: instead of the last three, a ``Layer`` for each layer. Where one has a window, or
+    they differ, what is made is a ``LayeredKVCache``, which says more.
     memory: instead of num_blocks, what their K and V may take: bytes, or a text with one of kB, MB,
     GB, TB, KiB, MiB, GiB, TiB, like "4GiB". force: more than the machine or its container can give
     now is not refused.
@@ -115,6 +119,19 @@ class PagedKVCache(NotCopied):
     n_kv_heads: int
     d_head: int
     dtype: str
+    layers: tuple[Layer, ...]
+    _window = 0  # what rows see of a sequence, where that is always the same
+    _callers = 2  # frames of this package that a warning of append passes over, and one
+
+    def __new__(cls, *args: Any, layers: Any = None, **more: Any) -> PagedKVCache:
+        """With ``layers`` of several kinds, or with a window, a LayeredKVCache."""
+        if cls is PagedKVCache and layers is not None:
+            kinds = set(checked_layers("PagedKVCache", layers))
+            if len(kinds) > 1 or kinds.pop().window:
+                from tinyllm.infer.layered import LayeredKVCache
+
+                cls = LayeredKVCache
+        return super().__new__(cls)
 
     @overload
     def __init__(
@@ -159,6 +176,18 @@ class PagedKVCache(NotCopied):
         lib: Lib | None = None,
     ) -> None: ...
 
+    @overload
+    def __init__(
+        self,
+        lib: Lib | None = None,
+        *,
+        num_blocks: int,
+        block_size: int,
+        layers: Sequence[Layer],
+        slack: int = SLACK,
+        dtype: Any = "float16",
+    ) -> None: ...
+
     def __init__(
         self,
         lib: Lib | None = None,
@@ -172,8 +201,14 @@ class PagedKVCache(NotCopied):
         memory: int | str | None = None,
         force: bool = False,
         trim_above: int | str | None = None,
+        layers: Sequence[Layer] | None = None,
+        slack: int = SLACK,
     ) -> None:
         fn = "PagedKVCache"
+        if layers is not None:
+            refuse_both(fn, n_layers=n_layers, n_kv_heads=n_kv_heads, d_head=d_head)
+            integer(fn, "slack", slack, 0, INT32_MAX, ValueError)
+            n_layers, n_kv_heads, d_head = len(layers), layers[0].n_kv_heads, layers[0].d_head
         if memory is not None and num_blocks is not _NEEDED:
             raise TypeError(
                 f"{fn}: num_blocks and memory are given, and one follows from the other"
@@ -211,6 +246,7 @@ class PagedKVCache(NotCopied):
             if error.status == TL_EINVAL:
                 raise ValueError(f"PagedKVCache: {error.reason}") from error
             raise
+        self.layers = (Layer(self.n_kv_heads, self.d_head),) * self.n_layers
 
     # --- sequences
     # ------------------------------------------------------------------------------------------
@@ -313,12 +349,15 @@ class PagedKVCache(NotCopied):
             self._settle()
             source = self._sequence("fork", parent)
             self._refuse_live("fork", child)
-            text = source.text.copy() if source.text else None
-            twin = CachedSequence(source.table, source.lengths, source.gone, text)
-            self._blocks.commit(
-                partial(self._sequences.__setitem__, child, twin),
-                self._blocks.ref(source.blocks()),
-            )
+            self._blocks.commit(*self._forked(source, child))
+
+    def _forked(self, source: CachedSequence, child: Hashable) -> list[Step]:
+        text = source.text.copy() if source.text else None
+        twin = CachedSequence(source.table, source.lengths, source.gone, text)
+        return [
+            partial(self._sequences.__setitem__, child, twin),
+            self._blocks.ref(source.blocks()),
+        ]
 
     def free(self, seq_id: Hashable) -> None:
         """Ends a sequence and gives up its blocks, the last one first. Those whose tokens were said
@@ -351,28 +390,43 @@ class PagedKVCache(NotCopied):
             self._settle()
             sequence = self._sequence("truncate", seq_id)
             length = integer("truncate", "length", length, 0, max(sequence.lengths))
-            if 0 < length < sequence.gone * self.block_size:
-                raise ValueError(
-                    f"truncate: length = {length} of sequence {seq_id!r}, whose positions before "
-                    f"{sequence.gone * self.block_size} were given back"
-                )
-            keep = -(-length // self.block_size)
-            lengths = [min(held, length) for held in sequence.lengths]
-            fill: list[Step] = []  # of the block that is cut, where it is this sequence's alone
-            if length % self.block_size and self._is_writable(sequence, keep - 1):
-                cut = fill_of(min(lengths), keep - 1, self.block_size)
-                fill = [self._blocks.set_fill(int(sequence.table[keep - 1]), cut)]
-            said = sequence.text.cut(length, self.block_size, unsay) if sequence.text else []
-            self._blocks.commit(
-                *said,
-                partial(setattr, sequence, "table", sequence.table[:keep].copy()),
-                partial(setattr, sequence, "lengths", lengths),
-                partial(setattr, sequence, "gone", min(sequence.gone, keep)),
-                partial(setattr, self, "_version", self._version + 1),
-                *fill,
-                self._blocks.unref(sequence.blocks()[max(0, keep - sequence.gone) :]),
-            )
+            self._blocks.commit(*self._cut(seq_id, sequence, length, unsay))
             self._trim_idle()
+
+    def _cut(
+        self, seq_id: Hashable, sequence: CachedSequence, length: int, unsay: bool = True
+    ) -> list[Step]:
+        """What ``truncate`` changes, of a length that is in range. Raises ValueError for one in
+        what was given back."""
+        if 0 < length < self._least_length(sequence):
+            sees = f", and a row sees {self._window} positions" if self._window else ""
+            raise ValueError(
+                f"truncate: length = {length} of sequence {seq_id!r}, whose positions before "
+                f"{sequence.gone * self.block_size} were given back{sees}"
+            )
+        keep = -(-length // self.block_size)
+        lengths = [min(held, length) for held in sequence.lengths]
+        fill: list[Step] = []  # of the block that is cut, where it is this sequence's alone
+        if length % self.block_size and self._is_writable(sequence, keep - 1):
+            cut = fill_of(min(lengths), keep - 1, self.block_size)
+            fill = [self._blocks.set_fill(int(sequence.table[keep - 1]), cut)]
+        said = sequence.text.cut(length, self.block_size, unsay) if sequence.text else []
+        return [
+            *said,
+            partial(setattr, sequence, "table", sequence.table[:keep].copy()),
+            partial(setattr, sequence, "lengths", lengths),
+            partial(setattr, sequence, "gone", min(sequence.gone, keep)),
+            partial(setattr, self, "_version", self._version + 1),
+            *fill,
+            self._blocks.unref(sequence.blocks()[max(0, keep - sequence.gone) :]),
+        ]
+
+    def _least_length(self, sequence: CachedSequence) -> int:
+        """How far ``truncate`` can go back, but for 0: behind it a row finds all that it sees."""
+        if not sequence.gone:
+            return 0
+        least = sequence.gone * self.block_size + max(self._window - 1, 0)
+        return min(least, *sequence.lengths)
 
     def trim_front(self, seq_id: Hashable, window: int) -> None:
         """Gives up the blocks that no layer's last ``window`` positions reach: a model that sees no
@@ -387,19 +441,23 @@ class PagedKVCache(NotCopied):
             self._settle()
             sequence = self._sequence("trim_front", seq_id)
             window = integer("trim_front", "window", window, 1, INT64_MAX)
-            gone = max(sequence.gone, (min(sequence.lengths) - window) // self.block_size)
-            freed = sequence.blocks()[: gone - sequence.gone]
-            if not freed:
-                return
-            table = sequence.table.copy()
-            table[:gone] = NO_BLOCK
-            self._blocks.commit(
-                partial(setattr, sequence, "table", table),
-                partial(setattr, sequence, "gone", gone),
-                partial(setattr, self, "_version", self._version + 1),
-                self._blocks.unref(freed),
-            )
+            self._blocks.commit(*self._begun_at(sequence, min(sequence.lengths) - window))
             self._trim_idle()
+
+    def _begun_at(self, sequence: CachedSequence, first: int) -> list[Step]:
+        """Gives up the blocks that lie wholly before position ``first``."""
+        gone = max(sequence.gone, first // self.block_size)
+        freed = sequence.blocks()[: gone - sequence.gone]
+        if not freed:
+            return []
+        table = sequence.table.copy()
+        table[:gone] = NO_BLOCK
+        return [
+            partial(setattr, sequence, "table", table),
+            partial(setattr, sequence, "gone", gone),
+            partial(setattr, self, "_version", self._version + 1),
+            self._blocks.unref(freed),
+        ]
 
     def append(self, seq_id: Hashable, layer: int, k: Tensor, v: Tensor) -> None:
         """Adds T >= 1 positions to one layer of a sequence.
@@ -449,7 +507,7 @@ class PagedKVCache(NotCopied):
             lost = 0 if self._warned else self._blocks.unrepresentable()
         if lost:
             self._warned = True
-            warnings.warn(self._lost(lost), UserWarning, stacklevel=2)
+            warnings.warn(self._lost(lost), UserWarning, stacklevel=self._callers)
 
     def _lost(self, n: int) -> str:
         """What a warning says of ``n`` values."""
@@ -655,22 +713,25 @@ class PagedKVCache(NotCopied):
         with self._handle.write(), self._handle.turn:
             self._settle()
             self._refuse_live("import_seq", seq_id)
-            memory = np.frombuffer(envelope, np.uint8) if len(envelope) else np.empty(0, np.uint8)
-            try:
-                table, length = self._blocks.load("import_seq", memory)
-            except TlError as error:
-                if error.status in (TL_EFORMAT, TL_ESHAPE):
-                    other = self._blocks.other_format(memory) if "version" in error.reason else None
-                    told = f"; it is {other}, and the cache {self.dtype}" if other else ""
-                    raise ValueError(f"import_seq: {error.reason}{told}") from error
-                if error.status != TL_EFULL:
-                    raise
-                self._failures += 1
-                raise OutOfBlocks(f"import_seq: sequence {seq_id!r}: {error.reason}") from error
-            sequence = CachedSequence(table, [length] * self.n_layers)
+            sequence = self._loaded(seq_id, bytes_of(envelope))
             self._blocks.commit(
                 partial(self._sequences.__setitem__, seq_id, sequence), self._blocks.keep()
             )
+
+    def _loaded(self, seq_id: Hashable, memory: NDArray[np.uint8]) -> CachedSequence:
+        """The sequence of an envelope, in blocks that are fresh. Raises as ``import_seq``."""
+        try:
+            table, length = self._blocks.load("import_seq", memory)
+        except TlError as error:
+            if error.status in (TL_EFORMAT, TL_ESHAPE):
+                other = self._blocks.other_format(memory) if "version" in error.reason else None
+                told = f"; it is {other}, and the cache {self.dtype}" if other else ""
+                raise ValueError(f"import_seq: {error.reason}{told}") from error
+            if error.status != TL_EFULL:
+                raise
+            self._failures += 1
+            raise OutOfBlocks(f"import_seq: sequence {seq_id!r}: {error.reason}") from error
+        return CachedSequence(table, [length] * self.n_layers)
 
     def swap_out(
         self,
@@ -800,10 +861,14 @@ class PagedKVCache(NotCopied):
         with self._handle.read():
             return self._batch(fn, ids_in_order(fn, seq_ids), layer, window)
 
-    def block_table(self, seq_id: Hashable) -> NDArray[np.int32]:
+    def block_table(self, seq_id: Hashable, layer: int = 0) -> NDArray[np.int32]:
         """A copy of the table: int32 [ceil(longest layer / block_size)]; -1 where ``trim_front``
-        gave a block up."""
+        gave a block up. layer: one of those that share it, which are all but in a LayeredKVCache.
+
+        Raises: ValueError for a bad layer.
+        """
         self._refuse_closed()
+        self._layer("block_table", layer)
         return self._sequence("block_table", seq_id).table.astype(np.int32)
 
     def seq_len(self, seq_id: Hashable, layer: int = 0) -> int:
@@ -988,7 +1053,9 @@ class PagedKVCache(NotCopied):
         lengths = [sequence.lengths[layer] for sequence in sequences]
         if not all(lengths):
             empty = list(seq_ids)[lengths.index(0)]
-            raise ValueError(f"{fn}: sequence {empty!r} holds no position in layer {layer}")
+            raise ValueError(
+                f"{fn}: sequence {empty!r} holds no position in layer {self._number_of(layer)}"
+            )
         for seq_id, sequence, length in zip(seq_ids, sequences, lengths, strict=True):
             if sequence.gone:
                 first = max(length - window, 0) if window > 0 else 0
@@ -1021,13 +1088,23 @@ class PagedKVCache(NotCopied):
         """Raises ValueError where position ``first`` was given back."""
         begin = sequence.gone * self.block_size
         if first < begin:
+            giver = f"a window of {self._window}" if self._window else "trim_front"
             raise ValueError(
-                f"{fn}: position {first} of sequence {seq_id!r} is needed, and trim_front gave up "
+                f"{fn}: position {first} of sequence {seq_id!r} is needed, and {giver} gave up "
                 f"those before {begin}"
             )
 
     def _layer(self, fn: str, layer: Any) -> int:
         return integer(fn, "layer", layer, 0, self.n_layers - 1, ValueError)
+
+    def _number_of(self, layer: int) -> int:
+        """What whoever made the cache calls a layer of it."""
+        return layer
+
+    def _of_layer(self, fn: str, layer: Any) -> tuple[PagedKVCache, int]:
+        """The cache that holds a layer, and which one it is there. Raises ValueError for a bad
+        one."""
+        return self, self._layer(fn, layer)
 
     def _is_writable(self, sequence: CachedSequence, i: int) -> bool:
         """Whether the i-th block is this sequence's alone and not frozen under a hash."""
@@ -1055,3 +1132,15 @@ def ids_in_order(fn: str, seq_ids: Any) -> Sequence[Hashable]:
     if unordered or not hasattr(seq_ids, "__len__") or not hasattr(seq_ids, "__iter__"):
         raise TypeError(f"{fn}: seq_ids must be a list of ids, not {seq_ids!r}")
     return seq_ids  # type: ignore[no-any-return]
+
+
+def refuse_both(fn: str, **sizes: Any) -> None:
+    """Raises TypeError where one of the sizes that follow from ``layers`` is given too."""
+    given = [name for name, n in sizes.items() if n is not _NEEDED]
+    if given:
+        raise TypeError(f"{fn}: layers and {given[0]} are given, and one follows from the other")
+
+
+def bytes_of(envelope: bytes | bytearray | memoryview) -> NDArray[np.uint8]:
+    """What a caller hands over as bytes. Raises TypeError for what holds none."""
+    return np.frombuffer(envelope, np.uint8) if len(envelope) else np.empty(0, np.uint8)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 from tinyllm.observe.pool.snapshot import Snapshot
@@ -77,3 +77,14 @@ def _label_text(labels: Mapping[str, str]) -> str:
 
 def _escaped(value: str) -> str:
     return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+
+def together(texts: Iterable[str]) -> str:
+    """Several texts of ``prometheus``, whose labels differ, as one: each metric with its lines of
+    all of them."""
+    each = [text.splitlines(keepends=True) for text in texts]
+    first = each[0]
+    return "".join(
+        "".join([*first[i : i + 2], *(lines[i + 2] for lines in each)])
+        for i in range(0, len(first), 3)  # HELP, TYPE, and the value
+    )
