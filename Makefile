@@ -195,11 +195,14 @@ tsan: ## the C tests under ThreadSanitizer
 sweep: $(SWEEPS) $(B)/tests/parity_attn ## the long sweeps: exp over every float, parity over every shape
 	@PARITY_FULL=1 tests/run_c.sh "$(RUN)" $(SWEEPS) $(B)/tests/parity_attn
 
-fuzz: ## libFuzzer on the import of envelopes (needs clang); SECONDS=30
-	@mkdir -p c/build/fuzz/corpus
-	@clang -O1 -g -std=c11 -D_GNU_SOURCE -Ic/include -Ic/src -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all \
-	    -o c/build/fuzz/import tests/L9.4/runtime/fuzz_import.c c/src/runtime/*.c -pthread
-	@c/build/fuzz/import -max_total_time=$(or $(SECONDS),30) -max_len=4096 -print_final_stats=1 c/build/fuzz/corpus
+fuzz: ## libFuzzer on the import of envelopes, then on the prefix index (needs clang); SECONDS=60
+	@for what in import prefix; do \
+	    mkdir -p c/build/fuzz/$$what-corpus; \
+	    clang -O1 -g -std=c11 -D_GNU_SOURCE -Ic/include -Ic/src -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all \
+	        -o c/build/fuzz/$$what tests/L9.4/runtime/fuzz_$$what.c c/src/runtime/*.c -pthread && \
+	    c/build/fuzz/$$what -max_total_time=$$(($(or $(SECONDS),60) / 2)) -max_len=4096 -print_final_stats=1 \
+	        c/build/fuzz/$$what-corpus || exit 1; \
+	done
 
 mutants: .venv/test.stamp ## plant each known fault in turn; every one must be killed by its test
 	@.venv/bin/python tests/L9.4/mutants/run.py $(MUTANTS)

@@ -552,7 +552,7 @@ static tl_status check_blocks(const struct insert *in)
             return tl_fail_i64(TL_EINVAL, insert_fn,
                                "block_table[%lld] and block_table[%lld] are both block %lld",
                                in->first + block->prev, at, id);
-        block->prev = (uint32_t)i; /* no note is cut: more blocks than there are stand there twice */
+        block->prev = (uint32_t)i; /* is not cut: of more blocks than there are one comes twice */
     }
     return TL_OK;
 }

@@ -680,7 +680,8 @@ TEST(an_index_whose_pool_went_first_can_only_be_destroyed)
     do {                                                                                        \
         tl_set_last_error(NULL);                                                                \
         call;                                                                                   \
-        CHECK(strstr(tl_last_error(), "the pool of this index is gone"), "\"%s\"", tl_last_error()); \
+        CHECK(strstr(tl_last_error(), "the pool of this index is gone"), "\"%s\"",             \
+              tl_last_error());                                                                 \
     } while (0)
     GONE(CHECK_STATUS(tl_prefix_match(px, "", 0, text, 4, table, &n), TL_EINVAL));
     GONE(CHECK_STATUS(tl_prefix_peek(px, "", 0, text, 4, &n), TL_EINVAL));
@@ -824,7 +825,8 @@ struct item {
 
 static int compare_item(const void *key, const struct tree *tree)
 {
-    const uint32_t mine = *(const uint32_t *)key, theirs = ((const struct item *)(const void *)tree)->key;
+    const struct item *item = (const void *)tree;
+    const uint32_t mine = *(const uint32_t *)key, theirs = item->key;
     return (mine > theirs) - (mine < theirs);
 }
 

@@ -183,7 +183,8 @@ static void check_entries(void)
             continue;
         CHECK(got.ns_bytes == spaces[want->space].n && got.pins == want->pins &&
                   got.depth == want->n_path / m.b - 1 &&
-                  (got.ns_bytes == 0 || memcmp(got.ns, spaces[want->space].bytes, got.ns_bytes) == 0),
+                  (got.ns_bytes == 0 ||
+                   memcmp(got.ns, spaces[want->space].bytes, got.ns_bytes) == 0),
               "block %u", id);
         const uint32_t before = want->n_path - m.b;
         CHECK(memcmp(got.tokens, want->path + before, m.b * sizeof *got.tokens) == 0,
@@ -206,7 +207,7 @@ static void check_stats(void)
         m.stats.namespaces += !there[m.block[id].space];
         there[m.block[id].space] = true;
     }
-    m.stats.age_ns = got.age_ns, m.stats.last_age_ns = got.last_age_ns; /* whatever the clock says */
+    m.stats.age_ns = got.age_ns, m.stats.last_age_ns = got.last_age_ns; /* as the clock says */
     CHECK(memcmp(&got, &m.stats, sizeof got) == 0, "the index counts otherwise");
 }
 
