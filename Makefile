@@ -230,7 +230,7 @@ $(B)/bench/%: bench/%.c $(wildcard bench/*.h) $(B)/libtinyllm.a $(B)/flags
 	@mkdir -p $(@D)
 	@$(CC) $(CFLAGS) -Ibench -o $@ $< $(B)/libtinyllm.a $(LDLIBS)
 
-.PHONY: bench bench-quick bench-prefill bench-python bench-quality counts bench-formats bench-rows bench-runtime bench-numerics
+.PHONY: bench bench-quick bench-prefill bench-python bench-quality counts bench-formats bench-rows bench-runtime bench-prefix bench-numerics
 bench: $(B)/bench/bench_decode ## a decode step beside the bandwidth of memory and a plain C loop; BENCH_ARGS='--group small' etc.
 	@$< --plain $(BENCH_ARGS)
 
@@ -247,6 +247,9 @@ bench-rows: $(B)/bench/bench_rows ## chunks, drafts, long sequences and shared p
 	@$< $(BENCH_ARGS)
 
 bench-runtime: $(B)/bench/bench_runtime ## the pool, append, envelopes, checksum and huge pages beside memcpy and malloc
+	@$< $(BENCH_ARGS)
+
+bench-prefix: $(B)/bench/bench_prefix ## the prefix index beside block hashes, in time and in tokens not computed
 	@$< $(BENCH_ARGS)
 
 bench-numerics: $(B)/bench/bench_numerics ## conversions, exp and softmax beside memcpy

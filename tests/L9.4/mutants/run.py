@@ -73,6 +73,7 @@ NOTHING_TO_PLANT = {
     "c/src/runtime/crc32c.h": "declarations",
     "c/src/runtime/fail.h": "declarations",
     "c/src/runtime/pool_run.h": "declarations",
+    "c/src/runtime/prefix_inner.h": "declarations",
 }
 # Killers that never run the attention kernels, which take longest to compile.
 NO_ATTENTION = (
