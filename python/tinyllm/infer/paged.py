@@ -973,26 +973,44 @@ class PagedKVCache(NotCopied):
             )
             return taken, list(self._sequences)
 
-    def look(self, mass: Mapping[Hashable, NDArray[np.floating[Any]]] | None = None) -> Picture:
+    def look(
+        self,
+        mass: Mapping[Hashable, NDArray[np.floating[Any]]] | None = None,
+        *,
+        sequences: Sequence[Hashable] | None = None,
+        sort: str | None = None,
+    ) -> Picture:
         """A picture of the pool and its block tables as they are now: printed it is text for a
         terminal, in a notebook SVG; ``look().save("cache.svg")`` keeps it.
 
         mass: what ``attention_mass`` says of a sequence, float [H,n] or [n], drawn beside its
-        table.
+        table. sequences: ids of those whose tables are shown, in this order; None is the first 20
+        of all. sort: show those with most "blocks" or "tokens" first, or by "name". The map is of
+        the whole pool, and a sequence keeps its letter and its colour, whichever are shown.
 
         >>> print(cache.look())
+        >>> print(cache.look(sequences=["anna", "ben"]))
 
-        Raises: KeyError for an unknown sequence in ``mass``; TypeError, ValueError for what is no
-        float array over its table.
+        Raises: KeyError for an unknown sequence in ``mass`` or ``sequences``; ValueError for one
+        named twice, an unknown ``sort``, another shape than that of its table; TypeError for what
+        is no list of ids, no float array.
         """
+        from tinyllm.observe.pool.layout import listed
         from tinyllm.observe.pool.picture import Picture
+
+        chosen = None if sequences is None else listed(sequences)
 
         taken, ids = self._taken()
         places = {seq_id: i for i, seq_id in enumerate(ids)}
-        for seq_id in mass or {}:
+        for seq_id in (*(mass or {}), *(chosen or [])):
             if seq_id not in places:
                 raise KeyError(f"look: no sequence {seq_id!r}")
-        return Picture(taken, {places[seq_id]: a for seq_id, a in (mass or {}).items()})
+        return Picture(
+            taken,
+            {places[seq_id]: a for seq_id, a in (mass or {}).items()},
+            sequences=None if chosen is None else [places[seq_id] for seq_id in chosen],
+            sort=sort,
+        )
 
     def metrics(self, **labels: str) -> str:
         """The counters of ``snapshot()`` as Prometheus reads them (text format 0.0.4), with these

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from tinyllm._words import human_time, percent, plural
 from tinyllm.ffi.libtinyllm import TL_TRACE_MERGE, TL_TRACE_SHARED
-from tinyllm.observe.page import LEFT, MUTED, SLATE, document, letters
-from tinyllm.observe.palette import INK, KEYS, PALETTE, PAPER, colour_of, key_of
+from tinyllm.observe.page import COLUMN, LEFT, MUTED, SLATE, document, letters
+from tinyllm.observe.palette import INK, PALETTE, PAPER, colour_of, key_of
 
 if TYPE_CHECKING:
     from tinyllm.observe.calls.timeline import TracedCall
@@ -30,6 +30,11 @@ _LANE, _GAP = 26, 8
 _NARROW: Final = 0.5  # pixels below which a bar joins its neighbour
 _LABEL: Final = 52  # pixels from which a bar says what it is
 _LINE, _CALL, _MERGE = "#d3dae2", "#eef2f6", "#9aa5b1"
+
+# What a cell of text shows: the place of a sequence in its call, or one of these.
+_NOTHING, _SHARED, _MERGED = -1, -2, -3
+_LETTERS: Final = {_NOTHING: ".", _SHARED: "=", _MERGED: "+"}
+_CODES: Final = {_NOTHING: "38;5;245", _SHARED: "48;5;240;38;5;255", _MERGED: "48;5;250;38;5;16"}
 
 
 def name_of(event: Any) -> str:
@@ -102,7 +107,7 @@ def text(
 def _lane(events: NDArray[Any], begin: int, end: int, width: int, colour: bool) -> str:
     """What took most of the time of each cell."""
     edges = begin + np.arange(width + 1) * ((end - begin) / width)
-    shares: list[dict[str, float]] = [{} for _ in range(width)]
+    shares: list[dict[int, float]] = [{} for _ in range(width)]
     for event in events:
         first = int(np.searchsorted(edges, event["begin_ns"], "right")) - 1
         last = int(np.searchsorted(edges, event["end_ns"], "left"))
@@ -111,24 +116,27 @@ def _lane(events: NDArray[Any], begin: int, end: int, width: int, colour: bool) 
             shares[cell][_key(event)] = shares[cell].get(_key(event), 0) + here
     half = (end - begin) / width / 2
     cells = [
-        max(share, key=lambda k: share[k]) if sum(share.values()) >= half else "."
+        max(share, key=lambda k: share[k]) if sum(share.values()) >= half else _NOTHING
         for share in shares
     ]
-    runs = ["".join(run) for _, run in groupby(cells)]
-    return "".join(_painted(run) if colour else run for run in runs)
+    runs = [(what, len(list(run))) for what, run in groupby(cells)]
+    return "".join(_painted(what, n) if colour else n * _letter(what) for what, n in runs)
 
 
-def _key(event: Any) -> str:
+def _key(event: Any) -> int:
     if event["what"] == TL_TRACE_MERGE:
-        return "+"
-    return "=" if event["what"] == TL_TRACE_SHARED else key_of(int(event["seq"]))
+        return _MERGED
+    return _SHARED if event["what"] == TL_TRACE_SHARED else int(event["seq"])
 
 
-def _painted(run: str) -> str:
-    """Cells of one kind."""
-    code = {".": "38;5;245", "=": "48;5;240;38;5;255", "+": "48;5;250;38;5;16"}.get(run[0])
-    code = code or f"48;5;{colour_of(KEYS.index(run[0])).ansi};38;5;16"
-    return f"\x1b[{code}m{run}\x1b[0m"
+def _letter(what: int) -> str:
+    return _LETTERS.get(what) or key_of(what)
+
+
+def _painted(what: int, n: int) -> str:
+    """``n`` cells of it."""
+    code = _CODES.get(what) or f"48;5;{colour_of(what).ansi};38;5;16"
+    return f"\x1b[{code}m{n * _letter(what)}\x1b[0m"
 
 
 def _axis(span: int, width: int) -> str:
@@ -161,7 +169,7 @@ def svg(calls: Sequence[TracedCall], events: NDArray[Any], busy: Busy) -> str:
     bottom = top + len(busy) * (_LANE + _GAP)
     height = bottom + 72 if calls else 64
     said = title(calls, busy)
-    body = [letters(LEFT, 34, said, size=15, weight=600)]
+    body = [letters(LEFT, 34, said, weight=600)]
     if calls:
         scale = _Scale(*_span(calls))
         body += _calls(calls, scale, top, bottom)
@@ -237,8 +245,8 @@ def _bar(run: list[Any], scale: _Scale, y: float) -> str:
         )
     label = {TL_TRACE_MERGE: "merge", TL_TRACE_SHARED: "shared"}.get(int(event["what"]))
     label = label or f"s{event['seq']} h{event['kv_head']}"
-    if wide >= _LABEL and len(run) == 1:
-        drawn += letters(round(x + wide / 2, 2), y + 13, label, size=10, fill=ink, anchor="middle")
+    if wide >= max(_LABEL, COLUMN * len(label)) and len(run) == 1:
+        drawn += letters(round(x + wide / 2, 2), y + 13, label, fill=ink, anchor="middle")
     return f"<g><title>{escape(_said(event, scale) + more)}</title>{drawn}</g>"
 
 
@@ -262,7 +270,7 @@ def _time_axis(scale: _Scale, y: float) -> Iterator[str]:
         x = scale(scale.begin + tick)
         said = f"{tick / size:g}" + (f" {unit}" if i == len(ticks) - 1 else "")
         yield f'<path d="M{x:.2f} {y - 4}v5" stroke="{MUTED}"/>'
-        yield letters(round(x, 2), y + 16, said, size=11, fill=MUTED, anchor="middle")
+        yield letters(round(x, 2), y + 16, said, fill=MUTED, anchor="middle")
     yield f'<path d="M{_X0} {y - 4}H{_X1}" stroke="{MUTED}"/>'
 
 
@@ -283,5 +291,5 @@ def _key_line(events: NDArray[Any], y: float) -> Iterator[str]:
                 f'<path d="M{x:.1f} {y - 4}h12" stroke="{PAPER}" stroke-opacity="0.3" '
                 f'stroke-width="12" stroke-dasharray="2 5"/>'
             )
-        yield letters(round(x + 18, 2), y, words, size=11, fill=MUTED)
-        x += 18 + 6.3 * len(words) + 16
+        yield letters(round(x + 18, 2), y, words, fill=MUTED)
+        x += 18 + 6.8 * len(words) + 16

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
 """What the pictures of a cache have in common: cells of the pool, ranges of a table, bars of a
-strip, words.
+strip, a choice of sequences, words.
 
 A cell stands for one block, or for ``per`` neighbours where a pool has more blocks than a picture
 has room.
@@ -8,13 +8,16 @@ has room.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tinyllm._check import integer
 from tinyllm._words import human_bytes, percent, plural
 from tinyllm.observe.pool.snapshot import SequenceState, Snapshot
 
@@ -151,6 +154,12 @@ def strips_of(mass: NDArray[np.float64], most: int) -> list[Strip]:
     return [_strip(label, row, per) for label, row in rows.items() if n]
 
 
+def tallest_of(strips: Iterable[Strip]) -> float:
+    """The most mass that a bar of them has: what is drawn as a full one, so that all of a picture
+    have one scale."""
+    return max((float(strip.bars.max()) for strip in strips), default=0.0)
+
+
 def _strip(label: str, row: NDArray[np.float64], per: int) -> Strip:
     shown = np.nan_to_num(row, nan=0.0)
     bars = np.add.reduceat(shown, range(0, len(row), per))
@@ -158,7 +167,58 @@ def _strip(label: str, row: NDArray[np.float64], per: int) -> Strip:
     return Strip(label, bars, per, peak, float(row[peak]), float(1 - row.sum()))
 
 
+# --- which sequences, in which order --------------------------------------------------------------
+
+SHOWN: Final = 20  # sequences, where nobody chose
+SORTS: Final = ("blocks", "tokens", "name")  # most first; 9 before 10 in names
+
+
+def listed(sequences: Any) -> list[Any]:
+    """Raises TypeError for what has no order, or is one name."""
+    unordered = isinstance(sequences, (str, bytes, bytearray, Mapping, Set))
+    if unordered or not isinstance(sequences, Iterable):
+        raise TypeError(f"look: sequences must be a list, not {sequences!r:.40}")
+    return list(sequences)
+
+
+def ordered(snapshot: Snapshot, sequences: Iterable[Any] | None, sort: str | None) -> list[int]:
+    """The places of these sequences, or of all: in the order given, or sorted; equals keep theirs.
+
+    Raises: ValueError for a place given twice or without a sequence, or an unknown ``sort``;
+    TypeError for no list of places.
+    """
+    if sort not in (None, *SORTS):
+        raise ValueError(f"look: sort is {sort!r}, none of {', '.join(SORTS)}")
+    there = snapshot.sequences
+    if sequences is None:
+        places = list(range(len(there)))
+    else:
+        places = [
+            integer("look", f"sequences[{n}]", i, 0, len(there) - 1)
+            for n, i in enumerate(listed(sequences))
+        ]
+    for i, times in Counter(places).items():
+        if times > 1:
+            raise ValueError(f"look: sequences has {there[i].name!r} {times} times")
+    return places if sort is None else sorted(places, key=lambda i: _rank(there[i], sort))
+
+
+def _rank(sequence: SequenceState, sort: str) -> Any:
+    if sort == "blocks":
+        return -len(sequence.held)
+    if sort == "tokens":
+        return -max(sequence.lengths)
+    pieces = re.split(r"(\d+)", sequence.name)  # every other one is a number: longer is more
+    return [(len(p.lstrip("0")), p.lstrip("0")) if i % 2 else p for i, p in enumerate(pieces)]
+
+
 # --- words ----------------------------------------------------------------------------------------
+
+
+def hidden(snapshot: Snapshot, shown: Sequence[int]) -> str:
+    """How many sequences are not shown, and what shows them; nothing where all are."""
+    n = len(snapshot.sequences) - len(shown)
+    return f'... and {n} more: "sequences" chooses which, "sort" the first' if n else ""
 
 
 def tokens_of(sequence: SequenceState) -> str:

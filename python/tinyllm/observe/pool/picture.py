@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from tinyllm._files import write_whole
 from tinyllm._terminal import prints, wants_colour
+from tinyllm.observe.pool.layout import SHOWN, ordered
 from tinyllm.observe.pool.snapshot import Snapshot
 from tinyllm.observe.pool.svg import svg
 from tinyllm.observe.pool.terminal import LEAST_WIDTH, MOST_WIDTH, terminal
@@ -30,15 +31,28 @@ class Picture:
     NO_COLOR is set or TERM is dumb; where the encoding of stdout has no block glyphs it is ASCII.
     """
 
-    def __init__(self, snapshot: Snapshot, mass: Mapping[int, NDArray[Any]] | None = None) -> None:
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        mass: Mapping[int, NDArray[Any]] | None = None,
+        *,
+        sequences: Iterable[int] | None = None,
+        sort: str | None = None,
+    ) -> None:
         """mass: of the i-th sequence of the snapshot, float [heads, n] or [n], n entries of a table
-        or more.
+        or more. sequences: whose tables are shown, by their places in the snapshot and in this
+        order; None is the first 20 of all. sort: "blocks" or "tokens", most first, or "name".
 
-        Raises: ValueError for another shape, or an index without a sequence; TypeError for no such
-        array.
+        The map is of the whole pool, and a sequence keeps its letter and its colour, whichever are
+        shown.
+
+        Raises: ValueError for another shape, an index without a sequence, a sequence named twice,
+        an unknown ``sort``; TypeError for no such array, no list of integers.
         """
         self.snapshot = snapshot
         self._mass = {i: _checked(snapshot, i, a) for i, a in (mass or {}).items()}
+        order = ordered(snapshot, sequences, sort)
+        self._shown = order[:SHOWN] if sequences is None else order
 
     def text(
         self, width: int | None = None, *, colour: bool | None = None, glyphs: bool | None = None
@@ -55,11 +69,11 @@ class Picture:
             colour = wants_colour(sys.stdout)
         if glyphs is None:
             glyphs = prints(sys.stdout, _GLYPHS)
-        return terminal(self.snapshot, self._mass, width, colour=colour, glyphs=glyphs)
+        return terminal(self.snapshot, self._mass, self._shown, width, colour=colour, glyphs=glyphs)
 
     def svg(self) -> str:
         """The picture as an SVG document: no scripts, no fonts to fetch, its own background."""
-        return svg(self.snapshot, self._mass)
+        return svg(self.snapshot, self._mass, self._shown)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes ``svg()`` to a file, whole or not at all. Raises: OSError."""

@@ -6,15 +6,17 @@ Its size is bounded whatever the pool's is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from textwrap import wrap
 from typing import Final
 from xml.sax.saxutils import escape
 
 from tinyllm._terminal import harmless
 from tinyllm._words import percent, plural
 from tinyllm.ffi.libtinyllm import TL_KV_HASH_PREFIX
-from tinyllm.observe.page import LEFT, MUTED, RIGHT, SLATE, document, letters
-from tinyllm.observe.palette import INK, PALETTE, PAPER, colour_of, key_of
+from tinyllm.observe.page import COLUMN, LEFT, MUTED, RIGHT, SIZE, SLATE, document, letters
+from tinyllm.observe.palette import INK, N_PAIRS, PALETTE, PAPER, colour_of, key_of
 from tinyllm.observe.pool.layout import (
     CACHED,
     FREE,
@@ -25,14 +27,17 @@ from tinyllm.observe.pool.layout import (
     Cells,
     Mass,
     Strip,
+    facts,
+    hidden,
     pool_cells,
     ranges_of,
     strips_of,
+    tallest_of,
     title,
     tokens_of,
     warnings,
 )
-from tinyllm.observe.pool.snapshot import SequenceState, Snapshot
+from tinyllm.observe.pool.snapshot import Snapshot
 
 __all__ = ["svg"]
 
@@ -40,17 +45,22 @@ _LABELS: Final = 64  # width of the block ids left of the map
 _MAP: Final = LEFT + _LABELS
 # Cells of the map; twice as many across where they do not fit in half the rows.
 _ACROSS, _ROWS = 32, 16
-_SEQUENCES: Final = 20
-_TABLE: Final = 430  # where ids and strips begin
-_STRIP: Final = 320  # width of a strip, 64 bars at most
+_COUNTS: Final = LEFT + 196  # where the counts of a sequence begin
+_TABLE: Final = 460  # where ids and strips begin
+_STRIP: Final = 300  # width of a strip, 64 bars at most
+_LINE: Final = 17  # from a line of text to the next
+_HIGH: Final = 14  # height of a strip
+_MONO: Final = 7.3  # pixels of a letter of equal width
 
 _EMPTY, _HATCHED, _SEVERAL, _ALARM = "#e6eaee", "#f5f7fa", "#8895a3", "#c81e1e"
-_HEAT: Final = ((0xEE, 0xF2, 0xF7), (0x08, 0x30, 0x6B))  # nothing, the most
 
 
-def svg(snapshot: Snapshot, mass: Mass) -> str:
-    """The document, well-formed XML whatever the sequences are called."""
-    page = _Page(snapshot, mass)
+def svg(snapshot: Snapshot, mass: Mass, shown: Sequence[int]) -> str:
+    """The document, well-formed XML whatever the sequences are called.
+
+    shown: places of the sequences whose tables are drawn, in their order.
+    """
+    page = _Page(snapshot, mass, shown)
     body = "\n".join(page.draw())
     return document(title(snapshot), page.y, _EMPTY, body)
 
@@ -58,15 +68,17 @@ def svg(snapshot: Snapshot, mass: Mass) -> str:
 class _Page:
     """Draws from the top down; ``y`` is where the next thing goes."""
 
-    def __init__(self, snapshot: Snapshot, mass: Mass) -> None:
-        self.snapshot, self.mass = snapshot, mass
+    def __init__(self, snapshot: Snapshot, mass: Mass, shown: Sequence[int]) -> None:
+        self.snapshot, self.shown = snapshot, shown
+        self.strips_of = {i: strips_of(mass[i], 64) for i in shown if i in mass}
+        self.tallest = tallest_of(chain.from_iterable(self.strips_of.values()))
         self.names = [harmless(s.name, 40) for s in snapshot.sequences]
         self.y = 0.0
 
     def draw(self) -> Iterator[str]:
-        yield letters(LEFT, 34, title(self.snapshot), size=15, weight=600, room=RIGHT - LEFT)
-        self.y = 52
-        yield from self.tiles()
+        yield letters(LEFT, 32, title(self.snapshot), weight=600, room=RIGHT - LEFT)
+        self.y = 46
+        yield from self.numbers()
         yield from self.alarm()
         yield from self.pool_map()
         yield from self.tables()
@@ -74,33 +86,21 @@ class _Page:
 
     # --- numbers ---
 
-    def tiles(self) -> Iterator[str]:
-        c = self.snapshot.counters
-        tiles = (
-            ("blocks", percent(c["blocks_used"] / c["blocks_total"]),
-             f"{c['blocks_used']:,} of {c['blocks_total']:,} used",
-             f"{c['blocks_cached']:,} cached, {c['blocks_free']:,} free"),
-            ("tokens", percent(c["tokens"] / c["slots"]),
-             f"{c['tokens']:,} in {plural(c['slots'], 'slot')}",
-             f"{plural(c['tail_waste'], 'slot')} of used blocks empty"),
-            ("sharing", plural(c["blocks_shared"], "block"),
-             f"{plural(c['blocks_saved'], 'block')} saved by it",
-             f"{plural(c['copies_on_write'], 'block')} copied on write"),
-            ("pressure", plural(c["failed_allocations"], "failed allocation"),
-             f"{plural(c['evictions'], 'cached block')} evicted",
-             f"most ever used {plural(c['blocks_high_water'], 'block')}"),
-        )  # fmt: skip
-        wide, gap = 219, 12
-        for i, (head, big, *lines) in enumerate(tiles):
-            x = LEFT + i * (wide + gap)
-            yield f'<rect x="{x}" y="{self.y:g}" width="{wide}" height="82" rx="6" fill="#f5f7fa"/>'
-            yield letters(x + 12, self.y + 19, head, fill=MUTED, size=11)
-            yield letters(x + 12, self.y + 42, big, size=20, weight=600, room=wide - 24)
-            for j, line in enumerate(lines):
-                yield letters(
-                    x + 12, self.y + 59 + 15 * j, line, fill=MUTED, size=11, room=wide - 24
-                )
-        self.y += 82
+    def numbers(self) -> Iterator[str]:
+        """The counters in words, on a ground of their own."""
+        words, top, drawn = LEFT + 88, self.y, []
+        self.y += 4
+        for subject, said in facts(self.snapshot):
+            drawn.append(letters(LEFT + 12, self.y + _LINE, subject, fill=MUTED))
+            for line in wrap(said, int((RIGHT - 12 - words) / COLUMN)):
+                self.y += _LINE
+                drawn.append(letters(words, self.y, line))
+        self.y += 12
+        yield (
+            f'<rect x="{LEFT}" y="{top:g}" width="{RIGHT - LEFT}" height="{self.y - top:g}" '
+            f'rx="6" fill="{_HATCHED}"/>'
+        )
+        yield from drawn
 
     def alarm(self) -> Iterator[str]:
         for warning in warnings(self.snapshot):
@@ -130,7 +130,7 @@ class _Page:
             end = min(begin + across, n)
             y = self.y + side / 2
             first = str(begin * cells.per)
-            yield letters(_MAP - 8, y + 4, first, fill=MUTED, size=10, anchor="end", mono=True)
+            yield letters(_MAP - 8, y + 4, first, fill=MUTED, anchor="end", mono=True)
             yield (
                 f'<path d="M{_MAP} {y:g}h{(end - begin) * pitch:g}" stroke="{_EMPTY}" '
                 f'stroke-width="{side:g}" stroke-dasharray="{side:g} {pitch - side:g}"/>'
@@ -183,17 +183,17 @@ class _Page:
             return box.alarm()
         if kind == SHARED:
             refs = int(cells.refs[i])
-            return box.filled(level, SLATE, PAPER, str(refs) if refs < 100 else "+")
+            return box.filled(level, SLATE, PAPER, str(refs))
         if kind == SEVERAL:
             return box.filled(level, _SEVERAL, INK, "")
         owner = int(cells.owner[i])
-        fill, ink, _ = colour_of(owner)
+        fill, ink = colour_of(owner)[:2]
         return box.filled(level, fill, ink, key_of(owner))
 
     def legend(self, cells: Cells) -> Iterator[str]:
         there = set(cells.kind.tolist())
-        many = len(self.snapshot.sequences) > len(PALETTE)
-        again = "; colours and letters return" if many else ""
+        many = len(self.snapshot.sequences) > N_PAIRS
+        again = "; letters and colours return" if many else ""
         entries = (
             (OWNED, f"of one sequence{again}"),
             (SHARED, "shared (references)"),
@@ -209,21 +209,21 @@ class _Page:
                 continue
             box = _Box(x, self.y, 16)
             yield {
-                OWNED: box.filled(0.6, PALETTE[0].fill, PALETTE[0].ink, ""),
+                OWNED: box.filled(0.6, PALETTE[0].fill, PALETTE[0].ink, key_of(0)),
                 SHARED: box.filled(1, SLATE, PAPER, "2"),
                 SEVERAL: box.filled(0.6, _SEVERAL, INK, ""),
                 CACHED: box.cached(),
                 FREE: box.filled(1, _EMPTY, INK, ""),
                 UNOWNED: box.alarm(),
             }[kind]
-            yield letters(x + 22, self.y + 12, words, fill=MUTED, size=11)
-            x += 22 + 6.2 * len(words) + 20
+            yield letters(x + 22, self.y + 12, words, fill=MUTED)
+            x += 22 + 6.8 * len(words) + 18
         self.y += 16
 
     def heading(self, word: str, more: str) -> str:
         self.y += 34
-        drawn = letters(LEFT, self.y, word, size=14, weight=600) + letters(
-            LEFT + 9.2 * len(word) + 10, self.y, more, fill=MUTED, size=11
+        drawn = letters(LEFT, self.y, word, weight=600) + letters(
+            LEFT + 7.8 * len(word) + 12, self.y, more, fill=MUTED
         )
         self.y += 12
         return drawn
@@ -234,24 +234,26 @@ class _Page:
         sequences = self.snapshot.sequences
         if not sequences:
             return
-        yield self.heading("sequences", "block ids in the order of the table; dark ones are shared")
-        for i, sequence in enumerate(sequences[:_SEQUENCES]):
-            fill, ink, _ = colour_of(i)
+        scale = f"; a full bar is {percent(self.tallest)} of a head's attention"
+        yield self.heading(
+            "sequences",
+            "block ids in the order of the table; dark ones are shared"
+            + (scale if self.strips_of else ""),
+        )
+        for i in self.shown:
+            sequence, (fill, ink) = sequences[i], colour_of(i)[:2]
             yield _Box(LEFT, self.y, 18).filled(1, fill, ink, key_of(i))
-            yield letters(LEFT + 26, self.y + 13, harmless(sequence.name, 22), weight=600, room=158)
+            name_room, room = _COUNTS - LEFT - 34, _TABLE - _COUNTS - 8
+            yield letters(LEFT + 26, self.y + 13, sequence.name, weight=600, room=name_room)
             blocks, runs = plural(len(sequence.held), "block"), plural(sequence.runs, "run")
             counts = f"{tokens_of(sequence)} · {blocks} · {runs}"
-            yield letters(
-                LEFT + 196, self.y + 13, counts, fill=MUTED, size=11, room=_TABLE - LEFT - 206
-            )
+            yield letters(_COUNTS, self.y + 13, counts, fill=MUTED, room=room)
             yield from self.chips(i, fill)
             self.y += 24
-            if i in self.mass:
-                yield from self.strips(i, sequence)
-        if len(sequences) > _SEQUENCES:
-            yield letters(
-                LEFT + 26, self.y + 13, f"... and {len(sequences) - _SEQUENCES} more", fill=MUTED
-            )
+            yield from self.strips(i)
+        more = hidden(self.snapshot, self.shown)
+        if more:
+            yield letters(LEFT + 26, self.y + 13, more, fill=MUTED)
             self.y += 24
 
     def chips(self, i: int, fill: str) -> Iterator[str]:
@@ -264,12 +266,12 @@ class _Page:
                 f'<rect x="{x + 0.5:g}" y="{self.y + 0.5:g}" width="{_chip(text) - 1:g}" '
                 f'height="17" rx="4" fill="none" stroke="{MUTED}" stroke-dasharray="3 2"/>'
             )
-            yield letters(x + 5, self.y + 12.5, text, fill=MUTED, size=10, mono=True)
+            yield letters(x + 5, self.y + 13, text, fill=MUTED, mono=True)
             x += _chip(text) + 4
         for piece in ranges_of(self.snapshot, i, 64):
             text, more = str(piece), f"... and {left} more"
             if x + _chip(text) + (_chip(more) if left > len(piece) else 0) > RIGHT:
-                yield letters(x + 2, self.y + 12.5, more, fill=MUTED, size=10, mono=True)
+                yield letters(x + 2, self.y + 13, more, fill=MUTED, mono=True)
                 return
             paint = f'fill="{SLATE}"' if piece.shared else f'fill="{fill}" fill-opacity="0.35"'
             yield (
@@ -277,32 +279,43 @@ class _Page:
                 f"{paint}/>"
             )
             ink = PAPER if piece.shared else INK
-            yield letters(x + 5, self.y + 12.5, text, fill=ink, size=10, mono=True)
+            yield letters(x + 5, self.y + 13, text, fill=ink, mono=True)
             x, left = x + _chip(text) + 4, left - len(piece)
 
-    def strips(self, i: int, sequence: SequenceState) -> Iterator[str]:
-        for strip in strips_of(self.mass[i], 64):
-            yield letters(_TABLE - 10, self.y + 9.5, strip.label, fill=MUTED, size=10, anchor="end")
-            pitch = min(16.0, _STRIP / len(strip.bars))
-            for j, bar in enumerate(strip.bars):
+    def strips(self, i: int) -> Iterator[str]:
+        """The attention of each head, as bars in the colour of the sequence."""
+        table, strips = self.snapshot.sequences[i].table, self.strips_of.get(i, [])
+        for strip in strips:
+            y, pitch = self.y + 11, min(16.0, _STRIP / len(strip.bars))
+            yield letters(_TABLE - 10, y, strip.label, fill=MUTED, anchor="end")
+            for j, bar in enumerate(strip.bars.tolist()):
                 first = j * strip.per
-                last = min(first + strip.per, len(sequence.table)) - 1
-                where = (
-                    f"block {sequence.table[first]}" if first == last else f"entries {first}-{last}"
-                )
-                said = f"{where}: {percent(float(bar))}"
+                last = min(first + strip.per, len(table)) - 1
+                where = f"block {table[first]}" if first == last else f"entries {first}-{last}"
                 yield (
                     f'<rect x="{_TABLE + j * pitch:g}" y="{self.y:g}" width="{pitch - 1:g}" '
-                    f'height="12" fill="{_heat(float(bar), strip)}">'
-                    f"<title>{escape(said)}</title></rect>"
+                    f'height="{_HIGH}" fill="{_EMPTY}">'
+                    f"<title>{escape(f'{where}: {percent(bar)}')}</title></rect>"
                 )
-            said = f"{percent(strip.most)} in block {sequence.table[strip.peak]}"
+            yield self.bars(strip, pitch, colour_of(i).fill)
+            said = f"{percent(strip.most)} in block {table[strip.peak]}"
             said += f", sink {percent(strip.rest)}" if strip.rest > 5e-4 else ""
-            yield letters(
-                _TABLE + pitch * len(strip.bars) + 6, self.y + 9.5, said, fill=MUTED, size=10
-            )
-            self.y += 15
-        self.y += 6
+            yield letters(_TABLE + pitch * len(strip.bars) + 6, y, said, fill=MUTED)
+            self.y += _LINE
+        self.y += 6 if strips else 0
+
+    def bars(self, strip: Strip, pitch: float, fill: str) -> str:
+        """Bars against the tallest of the picture, as lines as thick as a bar; a little is seen."""
+        lines = "".join(
+            f"M{_TABLE + (j + 0.5) * pitch - 0.5:g} {self.y + _HIGH:g}"
+            f"v-{max(1.0, _HIGH * bar / self.tallest):.3g}"
+            for j, bar in enumerate(strip.bars.tolist())
+            if bar > 0
+        )
+        return (
+            f'<path d="{lines}" stroke="{fill}" stroke-width="{pitch - 1:g}" '
+            f'pointer-events="none"/>'
+        )
 
 
 class _Box:
@@ -318,11 +331,12 @@ class _Box:
         return f'<rect x="{self.x:g}" y="{top:g}" width="{self.side:g}" height="{high:g}" {paint}/>'
 
     def _mark(self, text: str, ink: str) -> str:
-        if not text or self.side < 10:
+        if text.isdecimal() and _MONO * len(text) > self.side:
+            text = "+"  # a number without room
+        if not text or _MONO * len(text) > self.side:
             return ""
-        size = min(11.0, 0.8 * self.side, 1.4 * self.side / len(text))
-        x, y = self.x + self.side / 2, self.y + self.side / 2 + 0.36 * size
-        return letters(x, y, text, fill=ink, size=size, anchor="middle", weight=600)
+        x, y = self.x + self.side / 2, self.y + self.side / 2 + 0.36 * SIZE
+        return letters(x, y, text, fill=ink, anchor="middle", mono=True, weight=600)
 
     def filled(self, level: float, fill: str, ink: str, mark: str) -> str:
         """Filled from below, the rest in a light shade."""
@@ -348,12 +362,5 @@ class _Box:
         return self._rect(1, f'fill="{_ALARM}"') + self._mark("?", PAPER)
 
 
-def _heat(bar: float, strip: Strip) -> str:
-    tallest = float(strip.bars.max())
-    part = bar / tallest if tallest > 0 else 0.0
-    low, high = _HEAT
-    return "#" + "".join(f"{round(a + (b - a) * part):02x}" for a, b in zip(low, high, strict=True))
-
-
 def _chip(text: str) -> float:
-    return 10 + 6.1 * len(text)
+    return 10 + _MONO * len(text)

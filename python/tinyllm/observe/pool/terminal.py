@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: MIT
 """The picture of a cache as text: a map of the pool, the block tables, the counters, a legend.
 
-With colours a cell is a bar as high as its block is full, in the colour of its owner; without them
-it is the owner's letter, a capital where the block is full.
+A cell is the letter of its owner, a capital where the block is full. With colours its ground is the
+owner's: bright where the block is full, dark where it is at least half full, else that of an empty
+one with a letter in the colour.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from textwrap import wrap
 from typing import Final
 
 from tinyllm._check import integer
 from tinyllm._terminal import columns, harmless
 from tinyllm._words import percent, plural
-from tinyllm.observe.palette import KEYS, PALETTE, colour_of, key_of
+from tinyllm.observe.palette import KEYS, N_PAIRS, colour_of, key_of
 from tinyllm.observe.pool.layout import (
     CACHED,
     FREE,
@@ -26,9 +28,11 @@ from tinyllm.observe.pool.layout import (
     Mass,
     Strip,
     facts,
+    hidden,
     pool_cells,
     ranges_of,
     strips_of,
+    tallest_of,
     title,
     tokens_of,
     warnings,
@@ -41,13 +45,12 @@ LEAST_WIDTH: Final = 40
 MOST_WIDTH: Final = 1000
 
 _ROWS: Final = 16  # of the map
-_SEQUENCES: Final = 20
 _NAME: Final = 18  # columns
 _LEAST_IDS: Final = 26  # columns; with fewer the ids of a table have a line of their own
 _EIGHTHS: Final = " ▁▂▃▄▅▆▇█"
 _TENTHS: Final = " .:-=+*#%@"  # where the eighths cannot be printed
 
-_BLOCK: Final = "48;5;237"  # the empty part of a block
+_BLOCK: Final = "48;5;235"  # the empty part of a block
 _DIM: Final = "38;5;245"
 _BOLD: Final = "1"
 _FULL_SHARED: Final = "38;5;16;48;5;252"
@@ -58,15 +61,24 @@ _ALARM: Final = "1;38;5;231;48;5;160"
 Span = tuple[str, str]  # printable text and its SGR code
 
 
-def terminal(snapshot: Snapshot, mass: Mass, width: int = 80, *, colour: bool, glyphs: bool) -> str:
+def terminal(
+    snapshot: Snapshot,
+    mass: Mass,
+    shown: Sequence[int],
+    width: int = 80,
+    *,
+    colour: bool,
+    glyphs: bool,
+) -> str:
     """The picture, no line wider than ``width`` columns, without a newline at its end.
 
-    colour: escape sequences may be used. glyphs: characters beyond ASCII may be.
+    shown: places of the sequences whose tables are drawn, in their order. colour: escape sequences
+    may be used. glyphs: characters beyond ASCII may be.
 
     Raises: TypeError, ValueError for a width that is no integer of 40 .. 1000.
     """
     width = integer("look", "width", width, LEAST_WIDTH, MOST_WIDTH)
-    drawn = _Drawn(snapshot, mass, width, colour and glyphs, glyphs)
+    drawn = _Drawn(snapshot, mass, shown, width, colour, glyphs)
     return "\n".join(_render(line, width, colour) for line in drawn.lines())
 
 
@@ -82,13 +94,22 @@ def _render(line: list[Span], width: int, colour: bool) -> str:
 
 
 class _Drawn:
-    """The lines as spans; bars: cells are bars, else letters."""
+    """The lines as spans."""
 
     def __init__(
-        self, snapshot: Snapshot, mass: Mass, width: int, bars: bool, glyphs: bool
+        self,
+        snapshot: Snapshot,
+        mass: Mass,
+        shown: Sequence[int],
+        width: int,
+        colour: bool,
+        glyphs: bool,
     ) -> None:
-        self.snapshot, self.mass, self.width = snapshot, mass, width
-        self.bars, self.glyphs = bars, glyphs
+        self.snapshot, self.shown, self.width, self.colour = snapshot, shown, width, colour
+        self.bars, self.ramp = colour and glyphs, _EIGHTHS if glyphs else _TENTHS
+        most = max(8, width - 44)
+        self.strips_of = {i: strips_of(mass[i], most) for i in shown if i in mass}
+        self.tallest = tallest_of(chain.from_iterable(self.strips_of.values()))
 
     def lines(self) -> Iterator[list[Span]]:
         s = self.snapshot
@@ -131,29 +152,25 @@ class _Drawn:
         if kind == SHARED:
             refs = int(cells.refs[i])
             return (str(refs) if refs < 10 else "+"), _FULL_SHARED if level == 1 else _PART_SHARED
+        if kind == SEVERAL:
+            return (_EIGHTHS[_step(level, 8)] if self.bars else "*"), _SEVERAL
         owner = int(cells.owner[i])
-        code = _SEVERAL if kind == SEVERAL else f"{_owner(owner)};{_BLOCK}"
-        if self.bars:
-            return _EIGHTHS[_step(level, 8)], code
-        key = "*" if kind == SEVERAL else key_of(owner)
-        return (key if level == 1 else key.lower()), code
+        key = key_of(owner)
+        return (key if level == 1 else key.lower()), _ground(owner, level)
 
     def legend(self, cells: Cells) -> Iterator[list[Span]]:
         if cells.per > 1:
             yield [(f"  1 cell = {cells.per} blocks", _BOLD)]
         there = set(cells.kind.tolist())
-        what, n_owners = ("colours", len(PALETTE)) if self.bars else ("letters", len(KEYS))
-        again = f", {what} return" if len(self.snapshot.sequences) > n_owners else ""
-        full = (
-            f"colour: owner{again}, height: fill"
-            if self.bars
-            else f"A full, a partly filled{again}"
-        )
+        n, what = (N_PAIRS, "letters and colours") if self.colour else (len(KEYS), "letters")
+        again = f", {what} return" if len(self.snapshot.sequences) > n else ""
+        if self.colour:
+            owned: list[Span] = [("A", _ground(0, 1)), ("a", _ground(0, 0.5)), ("a", _ground(0, 0))]
+            owned += [(f" full, half or more, less{again}", _DIM)]
+        else:
+            owned = [(f"Aa A full, a partly filled{again}", "")]
         entries: list[tuple[int, list[Span]]] = [
-            (
-                OWNED,
-                [(_EIGHTHS[5] if self.bars else "Aa", f"{_owner(0)};{_BLOCK}"), (f" {full}", _DIM)],
-            ),
+            (OWNED, owned),
             (SHARED, [("2", _FULL_SHARED), (" shared, references", _DIM)]),
             (SEVERAL, [(_EIGHTHS[5] if self.bars else "*", _SEVERAL), (" of several", _DIM)]),
             (CACHED, [("░" if self.bars else "~", _DIM), (" cached", _DIM)]),
@@ -177,22 +194,23 @@ class _Drawn:
         if not sequences:
             return
         yield []
-        any_shared = self.snapshot.counters["blocks_shared"] > 0
-        yield [("sequences", _BOLD), ("   * shared" if any_shared else "", _DIM)]
-        shown = sequences[:_SEQUENCES]
+        yield from self.heading()
+        shown = [sequences[i] for i in self.shown]
         names = [harmless(s.name, _NAME) for s in shown]
         counts = [
             f"{tokens_of(s)}, {plural(len(s.held), 'block')}, {plural(s.runs, 'run')}"
             for s in shown
         ]
-        name_width, count_width = max(map(columns, names)), max(map(len, counts))
-        for i, (name, count) in enumerate(zip(names, counts, strict=True)):
+        name_width, count_width = (
+            max(map(columns, names), default=0),
+            max(map(len, counts), default=0),
+        )
+        for i, name, count in zip(self.shown, names, counts, strict=True):
             pad = " " * (name_width - columns(name))
-            key = [("█ " if self.bars else f"{key_of(i)} ", _owner(i))]
             head: list[Span] = [
                 ("  ", ""),
-                *key,
-                (name + pad, ""),
+                (key_of(i), _ground(i, 1)),
+                (f" {name}{pad}", ""),
                 (f"  {count:{count_width}}  ", ""),
             ]
             room = self.width - _wide(head)
@@ -200,10 +218,14 @@ class _Drawn:
                 yield head
                 head, room = [("      ", "")], self.width - 6
             yield head + self.ids(i, room)
-            if i in self.mass:
-                yield from self.strips(i)
-        if len(sequences) > len(shown):
-            yield [(f"  ... and {len(sequences) - len(shown)} more", _DIM)]
+            yield from self.strips(i)
+        yield from self.wrapped("  ", "", hidden(self.snapshot, self.shown), _DIM)
+
+    def heading(self) -> Iterator[list[Span]]:
+        said = ["* shared"] if self.snapshot.counters["blocks_shared"] else []
+        if self.strips_of:
+            said.append(f"{self.ramp[-1]} {percent(self.tallest)} of a head's attention")
+        yield [("sequences", _BOLD), ("".join(f"   {words}" for words in said), _DIM)]
 
     def ids(self, i: int, room: int) -> list[Span]:
         """The ranges of a table that fit in ``room`` columns, and how many blocks are not shown."""
@@ -220,27 +242,24 @@ class _Drawn:
         return spans
 
     def strips(self, i: int) -> Iterator[list[Span]]:
-        ramp = _EIGHTHS if self.glyphs else _TENTHS
-        strips = strips_of(self.mass[i], max(8, self.width - 44))
+        strips = self.strips_of.get(i, [])
         if strips and strips[0].per > 1:
             yield [(f"      1 bar = {strips[0].per} blocks", _DIM)]
         table = self.snapshot.sequences[i].table
         for strip in strips:
-            bars = "".join(ramp[_step(part, len(ramp) - 1)] for part in _relative(strip))
             said = f" {percent(strip.most)} in block {table[strip.peak]}"
             if strip.rest > 5e-4:
                 said += f", sink {percent(strip.rest)}"
             yield [
                 (f"      {strip.label:10} ", _DIM),
-                (bars, f"{_owner(i)};{_BLOCK}"),
+                (self.bars_of(strip), f"{_owner(i)};{_BLOCK}"),
                 (said, _DIM),
             ]
 
-
-def _relative(strip: Strip) -> list[float]:
-    """Bars against the tallest."""
-    tallest = float(strip.bars.max())
-    return [float(bar) / tallest if tallest > 0 else 0.0 for bar in strip.bars]
+    def bars_of(self, strip: Strip) -> str:
+        """Its bars against the tallest of the picture."""
+        steps, parts = len(self.ramp) - 1, strip.bars / (self.tallest or 1)
+        return "".join(self.ramp[_step(part, steps)] for part in parts.tolist())
 
 
 def _step(part: float, steps: int) -> int:
@@ -252,6 +271,14 @@ def _step(part: float, steps: int) -> int:
 
 def _owner(i: int) -> str:
     return f"38;5;{colour_of(i).ansi}"
+
+
+def _ground(i: int, level: float) -> str:
+    """The colours of a letter of the i-th sequence whose block is filled so far."""
+    colour = colour_of(i)
+    if level == 1:
+        return f"38;5;16;48;5;{colour.ansi}"
+    return f"38;5;231;48;5;{colour.dark}" if level >= 0.5 else f"{_owner(i)};{_BLOCK}"
 
 
 def _wide(spans: list[Span]) -> int:
