@@ -5,6 +5,7 @@ and no name of a sequence can break them."""
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import unicodedata
 import xml.etree.ElementTree as ET
@@ -16,6 +17,7 @@ import pytest
 from tinyllm import ClosedError, PagedKVCache
 from tinyllm._terminal import harmless
 from tinyllm.ffi.libtinyllm import Lib, u32_ptr
+from tinyllm.observe.palette import KEYS, PALETTE, colour_of, key_of
 from tinyllm.observe.pool.picture import Picture
 from tinyllm.observe.pool.snapshot import BLOCK, SequenceState, Snapshot
 
@@ -114,12 +116,69 @@ def test_each_cell_says_whose_its_block_is_and_whether_it_is_full(cache: PagedKV
     assert {"3", "A", "a", "b", "c", "D", "."} <= set(cells)
 
 
-def test_in_colour_the_height_of_a_bar_is_the_fill(lib: Lib) -> None:
+def coloured(text: str) -> list[tuple[str, int, int]]:
+    """The characters of the map, each with the codes of its ink and its ground (-1: none)."""
+    cells: list[tuple[str, int, int]] = []
+    for line in text.splitlines():
+        if re.match(r" {2,}\d+ \S+$", plain(line)):
+            spans = re.findall(r"\x1b\[([0-9;]*)m([^\x1b]*)\x1b\[0m", line)[1:]
+            for code, letters in spans:
+                ink, ground = ([*re.findall(f"{n};5;(\\d+)", code), -1][0] for n in (38, 48))
+                cells += [(letter, int(ink), int(ground)) for letter in letters]
+    return cells
+
+
+@pytest.fixture
+def filling(lib: Lib) -> Iterator[PagedKVCache]:
+    """Eight sequences of one block: of 8 positions they fill 1, 2, ..., 8."""
     with PagedKVCache(lib, 9, 8, 1, 1, 2) as cache:
         for fill in range(1, 9):
             cache.add_seq(fill)
             cache.append(fill, 0, rows(fill), rows(fill))
-        assert map_rows(cache.look().text(80, colour=True), 9) == "▁▂▃▄▅▆▇█·"
+        yield cache
+
+
+def test_colours_keep_the_letters(filling: PagedKVCache, cache: PagedKVCache) -> None:
+    assert map_rows(filling.look().text(80, colour=True), 8) == "abcdefgH"
+    for some in (filling, cache):
+        letters = map_rows(some.look().text(80, colour=False), some.num_blocks)
+        shown = map_rows(some.look().text(80, colour=True), some.num_blocks)
+        assert shown.translate(str.maketrans("·░", ".~")) == letters
+
+
+def test_the_ground_of_a_letter_is_its_owners_colour_and_shows_the_fill(
+    filling: PagedKVCache,
+) -> None:
+    cells = coloured(filling.look().text(80, colour=True))
+    for i, (_, ink, ground) in enumerate(cells[:8]):
+        colour, fill = PALETTE[i % 7], i + 1
+        if fill == 8:
+            assert (ink, ground) == (16, colour.ansi)
+        elif fill >= 4:
+            assert (ink, ground) == (231, colour.dark)
+        else:
+            assert (ink, ground) == (colour.ansi, 235)
+
+
+def luminance(ansi: int) -> float:
+    """Relative luminance (WCAG 2) of one of a terminal's 256 colours, of its cube or its greys."""
+    step = (0, 95, 135, 175, 215, 255)
+    n = ansi - 16
+    rgb = (
+        (step[n // 36], step[n // 6 % 6], step[n % 6])
+        if ansi < 232
+        else (8 + 10 * (ansi - 232),) * 3
+    )
+    linear = [c / 255 / 12.92 if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in rgb]
+    return sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def test_every_letter_reads_on_its_ground(filling: PagedKVCache) -> None:
+    pairs = {(ink, ground) for _, ink, ground in coloured(filling.look().text(80, colour=True))[:8]}
+    pairs |= {p for c in PALETTE for p in ((16, c.ansi), (231, c.dark), (c.ansi, 235))}
+    for ink, ground in pairs:
+        low, high = sorted((luminance(ink), luminance(ground)))
+        assert (high + 0.05) / (low + 0.05) > 3.8, (ink, ground)
 
 
 def test_tables_are_ranges_with_what_is_shared_marked(cache: PagedKVCache) -> None:
@@ -185,7 +244,7 @@ def test_without_colour_there_are_no_escapes_and_without_glyphs_only_ascii(
 ) -> None:
     text = hostile.look().text(80, colour=False, glyphs=glyphs)
     assert "\x1b" not in text
-    names = "".join(harmless(name if isinstance(name, str) else repr(name), 18) for name in HOSTILE)
+    names = "".join(harmless(name if isinstance(name, str) else repr(name), 20) for name in HOSTILE)
     assert set(text) - set(names) <= set(map(chr, range(32, 127))) | {"\n"}
 
 
@@ -207,7 +266,7 @@ def test_long_lists_end_in_how_many_more_there_are(lib: Lib) -> None:
         for _, seq in itertools.product(range(15), range(25)):
             cache.append(seq, 0, rows(1), rows(1))
         text = cache.look().text(80, colour=False)
-        assert "  ... and 5 more" in text
+        assert '  ... and 5 more: "sequences" names which to show, "sort" which first' in text
         row = re.search(r"^  A 0 .* runs +([0-9 ]+) \.\.\. and (\d+) more$", text, re.MULTILINE)
         assert row is not None
         shown = [int(block) for block in row[1].split()]
@@ -272,7 +331,8 @@ def test_an_svg_is_well_formed_whatever_the_names_are(hostile: PagedKVCache) -> 
         "g",
         "path",
     }
-    assert "</text><script>..." in texts(document) or "</text><script>aler..." in texts(document)
+    assert "</text><script>alert(1)</script>" in "".join(texts(document))
+    assert any(t.startswith("</text><s") and "..." in t for t in texts(document))
     assert not any("href" in key or key.startswith("on") for e in root.iter() for key in e.attrib)
 
 
@@ -293,11 +353,42 @@ def test_everything_lies_inside_the_page(cache: PagedKVCache, hostile: PagedKVCa
             assert x >= 0 and y >= 0
             assert x + float(e.attrib["width"]) <= width and y + float(e.attrib["height"]) <= height
         for e in root.iter(f"{SVG}text"):
-            room = display_width(e.text or "") * float(e.attrib["font-size"]) * 0.5
+            room = display_width(e.text or "") * float(root.attrib["font-size"]) * 0.5
             end = {"start": 1.0, "middle": 0.5, "end": 0.0}[e.attrib.get("text-anchor", "start")]
             x = float(e.attrib["x"])
             assert x - (1 - end) * room >= 0 and x + end * room <= width
             assert 0 <= float(e.attrib["y"]) <= height
+
+
+def test_all_type_of_a_picture_has_one_size(cache: PagedKVCache, hostile: PagedKVCache) -> None:
+    leaked = np.empty(1, np.uint32)
+    cache.lib.tl_kv_alloc(cache.pool, 1, u32_ptr(leaked))
+    pictures = [
+        some.look({seq: np.ones((3, 5)) / 5 for seq in some._sequences}).svg()
+        for some in (cache, hostile)
+    ]
+    for document in (*pictures, Picture(large(100_000, 300)).svg()):
+        sized = [e for e in ET.fromstring(document).iter() if "font-size" in e.attrib]
+        assert [e.tag for e in sized] == [f"{SVG}svg"]
+        assert not any("transform" in e.attrib for e in ET.fromstring(document).iter())
+
+
+def test_no_letter_leaves_its_cell(lib: Lib) -> None:
+    with PagedKVCache(lib, 600, 1, 1, 1, 2) as cache:
+        cache.add_seq("a")
+        cache.append("a", 0, rows(3), rows(3))
+        for child in range(12):
+            cache.fork("a", child)
+        drawn = ET.fromstring(cache.look().svg())
+        small = [g.findtext(f"{SVG}text") for g in drawn.iter(f"{SVG}g")]
+        assert small == ["+"] * 3  # 13 has no room
+    with PagedKVCache(lib, 60, 1, 1, 1, 2) as cache:
+        cache.add_seq("a")
+        cache.append("a", 0, rows(3), rows(3))
+        for child in range(12):
+            cache.fork("a", child)
+        drawn = ET.fromstring(cache.look().svg())
+        assert [g.findtext(f"{SVG}text") for g in drawn.iter(f"{SVG}g")] == ["13"] * 3
 
 
 def test_a_notebook_finds_the_svg_of_a_cache_and_of_a_picture(cache: PagedKVCache) -> None:
@@ -359,6 +450,161 @@ def test_cells_of_many_blocks_say_what_is_in_all_of_them() -> None:
     assert map_rows(text, 512) == "A2bB" + "*" * 380 + "." * 128
 
 
+# --- which sequences, in which order --------------------------------------------------------------
+
+
+@pytest.fixture
+def many(lib: Lib) -> Iterator[PagedKVCache]:
+    """300 sequences of 1 .. 12 positions, some of the same length."""
+    with PagedKVCache(lib, 1000, B, 1, 1, 2) as c:
+        for i in range(300):
+            c.add_seq(f"chat-{i}")
+            c.append(f"chat-{i}", 0, rows(1 + 7 * i % 12), rows(1 + 7 * i % 12))
+        yield c
+
+
+def shown(text: str) -> list[tuple[str, str]]:
+    """Letter and name of the sequences whose tables are shown."""
+    return re.findall(r"^  ([A-Z]) (\S+) +\d+ tokens?, ", plain(text), re.MULTILINE)
+
+
+def table_texts(document: str) -> list[str]:
+    """Names of the tables of an SVG, in their order."""
+    return [
+        e.text or "" for e in ET.fromstring(document).iter(f"{SVG}text")
+        if e.attrib.get("x") == "50" and e.attrib.get("font-weight") == "600"
+    ]  # fmt: skip
+
+
+def test_sequences_are_shown_as_chosen_and_the_pool_whole(many: PagedKVCache) -> None:
+    chosen = ["chat-299", "chat-3", "chat-150"]
+    picture = many.look(sequences=chosen)
+    text = picture.text(80, colour=False)
+    assert [name for _, name in shown(text)] == table_texts(picture.svg()) == chosen
+    assert map_rows(text, 1000) == map_rows(many.look().text(80, colour=False), 1000)
+    assert "... and 297 more" in text and "... and 297 more" in picture.svg()
+    assert len(shown(many.look(sequences=list(many)).text(80))) == 300
+    assert "more" not in many.look(sequences=list(many)).text(200)
+    assert shown(many.look(sequences=[]).text(80)) == []
+    places = [299, 3, 150]
+    assert Picture(many.snapshot(), sequences=places).text(80) == picture.text(80)
+
+
+@pytest.mark.parametrize("sort", ["blocks", "tokens", "name"])
+def test_sorted_ones_are_those_of_all_and_equals_stay_in_order(
+    many: PagedKVCache, sort: str
+) -> None:
+    keys = {
+        "blocks": lambda name: -len(many.block_table(name)),
+        "tokens": lambda name: -many.seq_len(name),
+        "name": lambda name: int(name[5:]),
+    }
+    picture = many.look(sort=sort)
+    expected = sorted(many, key=keys[sort])
+    assert [name for _, name in shown(picture.text(80))] == expected[:20]
+    assert table_texts(picture.svg()) == expected[:20]
+    chosen = ["chat-100", "chat-20", "chat-3", "chat-107"]
+    found = [name for _, name in shown(many.look(sequences=chosen, sort=sort).text(80))]
+    assert found == sorted(chosen, key=keys[sort])
+    assert map_rows(picture.text(80), 1000) == map_rows(many.look().text(80), 1000)
+
+
+def test_names_of_any_kind_can_be_sorted(hostile: PagedKVCache) -> None:
+    for name in ("9" * 5000, "10", "9", "\u00b2", "\u0661\u0660", 7):
+        hostile.add_seq(name)
+    text = hostile.look(sequences=["10", "9", 7], sort="name").text(80)
+    assert [name for _, name in shown(text)] == ["7", "9", "10"]
+    hostile.look(sort="name").text(80)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"sequences": ["chat-1", "chat-300"]}, KeyError, "look: no sequence 'chat-300'"),
+        ({"sequences": ["chat-1", "chat-2", "chat-1"]}, ValueError, "has 'chat-1' 2 times"),
+        ({"sequences": "chat-1"}, TypeError, "look: sequences must be a list, not 'chat-1'"),
+        ({"sequences": {"chat-1"}}, TypeError, "look: sequences must be a list, not {'chat-1'}"),
+        ({"sequences": 3}, TypeError, "look: sequences must be a list, not 3"),
+        ({"sort": "size"}, ValueError, "look: sort is 'size', none of blocks, tokens, name"),
+        ({"sort": ["name"]}, ValueError, "look: sort is .'name'., none of"),
+    ],
+)
+def test_a_choice_that_cannot_be_shown_is_refused(
+    many: PagedKVCache, options: Any, error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        many.look(**options)
+
+
+@pytest.mark.parametrize(
+    ("place", "error"), [(4, ValueError), (-1, ValueError), ("base", TypeError), (1.0, TypeError)]
+)
+def test_a_place_without_a_sequence_is_refused(
+    cache: PagedKVCache, place: Any, error: type[Exception]
+) -> None:
+    with pytest.raises(error, match=r"look: sequences\[1\]"):
+        Picture(cache.snapshot(), sequences=[0, place])
+
+
+def test_a_sequence_has_one_letter_and_one_colour_whatever_is_shown(many: PagedKVCache) -> None:
+    """In map, table and strips of both pictures: those of its place in the snapshot."""
+    ids = list(many)
+    mass = {seq: np.full((1, 3), 0.3) for seq in ids}
+    chosen = [ids[i] for i in (299, 8, 26, 7, 0)]
+    owners = {int(many.block_table(seq)[0]): i for i, seq in enumerate(ids)}
+    for options in (
+        {},
+        {"sequences": chosen},
+        {"sort": "tokens"},
+        {"sequences": chosen, "sort": "name"},
+    ):
+        picture = many.look(mass, **options)
+        text, document = picture.text(100, colour=True), picture.svg()
+        for block, (letter, ink, ground) in enumerate(coloured(text)):
+            if block in owners:
+                own = PALETTE[owners[block] % 7]
+                assert letter.upper() == KEYS[owners[block] % 26]
+                assert {ink, ground} & {own.ansi, own.dark}
+        lines = text.splitlines()
+        drawn = table_texts(document)
+        keys = [e for e in ET.fromstring(document).iter(f"{SVG}rect") if e.attrib.get("x") == "24"]
+        keys = [e.attrib["fill"] for e in keys if e.attrib["width"] == "18"]
+        bars = [e.attrib["stroke"] for e in ET.fromstring(document).iter(f"{SVG}path")
+                if "v-" in e.attrib["d"]]  # fmt: skip
+        assert len(drawn) == len(keys) == len(bars) == len(shown(text))
+        for (letter, name), fill, stroke in zip(shown(text), keys, bars, strict=True):
+            i = int(name[5:])
+            assert (letter, fill, stroke) == (
+                KEYS[i % 26],
+                PALETTE[i % 7].fill,
+                PALETTE[i % 7].fill,
+            )
+            (at,) = (n for n, line in enumerate(lines) if f"{letter}\x1b[0m {name} " in line)
+            assert f";48;5;{PALETTE[i % 7].ansi}m{letter}" in lines[at]
+            assert f"\x1b[38;5;{PALETTE[i % 7].ansi};48;5;235m" in lines[at + 1]
+
+
+def test_letter_and_colour_tell_182_sequences_apart() -> None:
+    n = math.lcm(7, 26)
+    assert len({(key_of(i), colour_of(i)) for i in range(n)}) == n == 182
+    for sequences, again in ((182, False), (183, True)):
+        picture = Picture(large(900, sequences))
+        assert ("letters and colours return" in picture.text(80, colour=True)) == again
+        assert ("letters and colours return" in picture.svg()) == again
+        assert "letters return" in picture.text(80, colour=False)
+
+
+def test_names_that_differ_at_an_end_differ_in_the_picture(lib: Lib) -> None:
+    with PagedKVCache(lib, 9, B, 1, 1, 2) as cache:
+        for i in range(9):
+            cache.add_seq(f"conversation-of-a-customer-{i}")
+        picture = cache.look()
+        for names in ([name for _, name in shown(picture.text(80))], table_texts(picture.svg())):
+            assert [name[-1] for name in names] == list("012345678")
+            assert all(name.startswith("conversa") and "..." in name for name in names)
+        assert "conversation-of-a-customer-8  0 tokens" in picture.text(120)
+
+
 # --- attention mass in pictures -------------------------------------------------------------------
 
 
@@ -368,11 +614,46 @@ def test_strips_show_the_mass_of_each_head(cache: PagedKVCache) -> None:
     mass[1] = [0.125, 0.0, 0.0, 0.0, 0.75]
     table = cache.block_table("base")
     text = cache.look({"base": mass}).text(90, colour=False)
-    assert f"head 0      █▄ ▄ 50 % in block {table[1]}\n" in text
+    assert f"head 0      ▅▃ ▃ 50 % in block {table[1]}\n" in text
     assert f"head 1     ▁   █ 75 % in block {table[4]}, sink 12.5 %\n" in text
     said = texts(cache.look({"base": mass}).svg())
     assert f"block {table[1]}: 50 %" in said
     assert f"75 % in block {table[4]}, sink 12.5 %" in said
+
+
+def bars_of(text: str) -> list[str]:
+    return re.findall(r"^      (?:head \d|mean of \d+) +([ ▁▂▃▄▅▆▇█]+) \d", text, re.MULTILINE)
+
+
+def heights_of(document: str) -> list[list[float]]:
+    """Of each strip the heights of its bars; those of nothing are not drawn."""
+    paths = [e.attrib["d"] for e in ET.fromstring(document).iter(f"{SVG}path")]
+    return [[float(h) for h in re.findall(r"v-([\d.]+)", d)] for d in paths if "v-" in d]
+
+
+def test_all_heads_and_sequences_of_a_picture_have_one_scale_and_it_says_so(
+    cache: PagedKVCache,
+) -> None:
+    mass = {
+        "base": np.array([[0.8, 0.1, 0.0, 0.0, 0.1], [0.2, 0.2, 0.2, 0.2, 0.2]]),
+        "right": np.array([[0.4, 0.4, 0.2]]),
+    }
+    text, document = cache.look(mass).text(90, colour=False), cache.look(mass).svg()
+    assert "   █ 80 % of a head's attention\n" in text
+    assert "a full bar is 80 % of a head's attention" in "".join(texts(document))
+    assert bars_of(text) == ["█▁  ▁", "▂▂▂▂▂", "▄▄▂"]
+    full, second, third = heights_of(document)
+    assert max(full) == max(*full, *second, *third)
+    assert second == pytest.approx([full[0] / 4] * 5, rel=0.01)
+    assert third == pytest.approx([full[0] / 2] * 2 + [full[0] / 4], rel=0.01)
+
+
+def test_the_scale_is_that_of_what_is_shown(cache: PagedKVCache) -> None:
+    mass = {"base": np.full((1, 5), 0.2), "right": np.array([[0.4, 0.4, 0.2]])}
+    text = cache.look(mass, sequences=["base"]).text(90, colour=False)
+    assert "   █ 20 % of a head's attention\n" in text
+    assert bars_of(text) == ["█" * 5]
+    assert "attention" not in cache.look(mass, sequences=["left"]).text(90, colour=False)
 
 
 def test_a_share_that_is_nearly_nothing_is_said_to_be_so(cache: PagedKVCache) -> None:

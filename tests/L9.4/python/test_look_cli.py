@@ -73,6 +73,28 @@ def test_prints_facts_for_machines(cache: PagedKVCache, file: str, capsys: Captu
     }
 
 
+def test_sequences_are_chosen_by_name_and_sorted(
+    cache: PagedKVCache, tmp_path: Path, capsys: Capture
+) -> None:
+    for name, n in (("a", 3), ("b", 9), ("c,d", 1), (1, 2), ("1", 4)):
+        cache.add_seq(name)
+        cache.append(name, 0, np.ones((1, n, 2), np.float32), np.ones((1, n, 2), np.float32))
+    cache.snapshot(tmp_path / "cache.json")
+    plain = [str(tmp_path / "cache.json"), "--width", "72", "--no-colour"]
+    for options, picture in (
+        (["--sequences", "b,a"], cache.look(sequences=["b", "a"])),
+        (["--sequences", '"c,d",a', "--sort", "tokens"], cache.look(sequences=["a", "c,d"])),
+        (["--sequences", "1"], cache.look(sequences=[1, "1"])),  # both read alike
+        (["--sort", "blocks"], cache.look(sort="blocks")),
+    ):
+        assert main(["look", *plain, *options, "--svg", str(tmp_path / "cache.svg")]) == 0
+        assert capsys.readouterr().out == picture.text(72, colour=False) + "\n"
+        assert (tmp_path / "cache.svg").read_text(encoding="utf-8") == picture.svg()
+    assert main(["look", plain[0], "--json", "--sequences", "b,a"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert [sequence["name"] for sequence in facts["sequences"]] == ["b", "a"]
+
+
 @pytest.mark.parametrize("options", [[], ["--metrics"], ["--json"]])
 def test_a_leak_is_a_finding(
     cache: PagedKVCache, tmp_path: Path, options: list[str], capsys: Capture
@@ -95,6 +117,13 @@ def test_a_leak_is_a_finding(
         (["FILE", "--width", "wide"], "--width 'wide' is no width"),
         (["FILE", "--metrics", "--json"], "--metrics and --json"),
         (["FILE", "--svg", "no/such/folder/x.svg"], "no/such/folder"),
+        (["FILE", "--sequences", "a,b"], "no sequence 'a'; there are 1: '\\x1b[2Jchat'"),
+        (["FILE", "--sequences", 'a,"b'], "--sequences 'a,\"b' is no list of names"),
+        (
+            ["FILE", "--sequences", "\x1b[2Jchat,\x1b[2Jchat"],
+            "sequences has '\\x1b[2Jchat' 2 times",
+        ),
+        (["FILE", "--sort", "size"], "--sort invalid choice: 'size'"),
         ([], "FILE.json"),
     ],
 )

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from tinyllm import PagedKVCache
 from tinyllm.ffi.libtinyllm import Lib
+from tinyllm.observe.palette import PALETTE
 
 PICTURES = ("look.svg", "look-mass.svg")
 
@@ -30,6 +31,16 @@ def test_the_pictures_of_the_page_are_what_its_code_draws(root: Path, tmp_path: 
         assert drawn == kept, f"docs/{name} is another picture: docs/look_pictures.py remakes it"
         assert len(kept) < 60_000
         assert f"]({name})" in page
+
+
+@pytest.mark.parametrize("name", [*PICTURES, "timeline.svg", "tables.svg"])
+def test_pictures_of_sequences_share_one_size_of_type_and_one_palette(
+    root: Path, name: str
+) -> None:
+    drawn = (root / "docs" / name).read_text(encoding="utf-8")
+    assert re.findall(r'font-size="(.+?)"', drawn) == ["12"]
+    first, second = (colour.fill for colour in PALETTE[:2])
+    assert first in drawn and second in drawn
 
 
 def test_every_metric_is_on_the_page_and_no_other(root: Path, lib: Lib) -> None:

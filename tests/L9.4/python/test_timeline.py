@@ -24,6 +24,7 @@ from tinyllm import timeline as watched
 from tinyllm.ffi.libtinyllm import Lib
 from tinyllm.observe.calls import timeline as module
 from tinyllm.observe.calls.timeline import EVENT, MERGE, ROWS, SHARED, Timeline, TracedCall
+from tinyllm.observe.palette import KEYS, PALETTE
 
 F32 = np.float32
 
@@ -317,6 +318,24 @@ def test_the_picture_names_every_bar() -> None:
         "sequence 1",
     } <= set(shown)
     assert not [e for e in svg.iter() if "id" in e.attrib or e.tag.endswith(("style", "script"))]
+
+
+def test_a_sequence_has_the_letter_and_the_colour_of_its_place() -> None:
+    """Those that a picture of a cache gives to the sequence of that place."""
+    places = (0, 6, 7, 26, 181)
+    events = [(0, 0, ROWS, s, 0, 1000 + 20 * n, 1020 + 20 * n) for n, s in enumerate(places)]
+    svg = svg_of(made(events))
+    fills = [
+        rect.attrib["fill"]
+        for g in svg.iter("{http://www.w3.org/2000/svg}g")
+        if (rect := g.find("{http://www.w3.org/2000/svg}rect")) is not None
+    ]
+    assert fills == [PALETTE[s % 7].fill for s in places]
+    lane = made(events).text(width=10, colour=True).splitlines()[1]
+    painted = re.findall(r"\x1b\[48;5;(\d+);38;5;16m(\w+)\x1b", lane)
+    assert painted == [(str(PALETTE[s % 7].ansi), 2 * KEYS[s % 26]) for s in places]
+    sizes = [e.attrib["font-size"] for e in svg.iter() if "font-size" in e.attrib]
+    assert sizes == ["12"]
 
 
 def test_bars_stand_where_their_times_are() -> None:

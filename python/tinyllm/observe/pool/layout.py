@@ -218,7 +218,7 @@ def _rank(sequence: SequenceState, sort: str) -> Any:
 def hidden(snapshot: Snapshot, shown: Sequence[int]) -> str:
     """How many sequences are not shown, and what shows them; nothing where all are."""
     n = len(snapshot.sequences) - len(shown)
-    return f'... and {n} more: "sequences" chooses which, "sort" the first' if n else ""
+    return f'... and {n} more: "sequences" names which to show, "sort" which first' if n else ""
 
 
 def tokens_of(sequence: SequenceState) -> str:

@@ -45,7 +45,7 @@ LEAST_WIDTH: Final = 40
 MOST_WIDTH: Final = 1000
 
 _ROWS: Final = 16  # of the map
-_NAME: Final = 18  # columns
+_NAME: Final = 18  # columns at least, where a quarter of the width is less
 _LEAST_IDS: Final = 26  # columns; with fewer the ids of a table have a line of their own
 _EIGHTHS: Final = " ▁▂▃▄▅▆▇█"
 _TENTHS: Final = " .:-=+*#%@"  # where the eighths cannot be printed
@@ -196,7 +196,7 @@ class _Drawn:
         yield []
         yield from self.heading()
         shown = [sequences[i] for i in self.shown]
-        names = [harmless(s.name, _NAME) for s in shown]
+        names = [harmless(s.name, max(_NAME, self.width // 4)) for s in shown]
         counts = [
             f"{tokens_of(s)}, {plural(len(s.held), 'block')}, {plural(s.runs, 'run')}"
             for s in shown
