@@ -22,7 +22,7 @@ from tinyllm._check import integer
 from tinyllm._kv_format import format_named
 from tinyllm.errors import ClosedError, OutOfBlocks
 from tinyllm.hf.attention import MARK, seen_columns
-from tinyllm.hf.config import kv_shape_of, layers_of
+from tinyllm.hf.config import kv_shape_of, layers_with, windows_of
 from tinyllm.hf.rows import (
     Scoring,
     Tensor,
@@ -33,7 +33,7 @@ from tinyllm.hf.rows import (
     new_f32,
     rows_of,
 )
-from tinyllm.infer.paged import PagedKVCache
+from tinyllm.infer.paged import SLACK, PagedKVCache
 
 __all__ = ["CACHE_KEYWORD", "PagedCache"]
 
@@ -92,7 +92,7 @@ class _Step:
 class _Layer(CacheLayerMixin):  # type: ignore[misc]
     """What transformers asks of one layer; every answer comes from the cache."""
 
-    is_sliding = False  # all tokens are kept, and the kernel sees the window
+    is_sliding = False  # columns are counted from the first one; the kernel sees the window
     is_compileable = False
     is_croppable = True
     supports_early_init = False
@@ -139,6 +139,8 @@ class PagedCache(Cache):  # type: ignore[misc]
     own: texts that went through it, by whichever cache, are found again (``recall``). Its sizes and
     its dtype are the ones that count, and it stays open.
     dtype: what keys and values are stored as, as for PagedKVCache: a name, or torch's dtype.
+    slack: layers with a window give back what it has gone past, but for so many positions, which
+    ``crop`` can always take back; None: they keep all, and ``crop`` goes back to any column.
     threads: what attention runs on: None is as many threads as torch uses, else as for
     ``paged_attention``.
 
@@ -175,18 +177,22 @@ class PagedCache(Cache):  # type: ignore[misc]
         dtype: Any = "float16",
         threads: Threads = None,
         prefix: PagedKVCache | None = None,
+        slack: int | None = SLACK,
     ) -> None:
         fn = "PagedCache"
-        n_layers = layers_of(fn, config)
+        self._windows = windows_of(fn, config)
         if prefix is not None:
-            num_blocks, block_size, dtype = _sizes_of(fn, prefix, config, n_layers)
+            num_blocks, block_size, dtype = _sizes_of(fn, prefix, config, len(self._windows))
+        if slack is not None:
+            slack = integer(fn, "slack", slack, 0, 2**31 - 1, ValueError)
+        self._slack = slack
         self._num_blocks = integer(fn, "num_blocks", num_blocks, 1, 2**31 - 1, ValueError)
         self._block_size = integer(fn, "block_size", block_size, 1, 2**32 - 1, ValueError)
         self._dtype = format_named(fn, dtype).name
         self._threads = threads
-        self._begin(n_layers, prefix)
+        self._begin(prefix)
 
-    def _begin(self, n_layers: int, kv: PagedKVCache | None) -> None:
+    def _begin(self, kv: PagedKVCache | None) -> None:
         self._lock = threading.RLock()
         self._past = _Past()
         self._step: _Step | None = None
@@ -197,7 +203,7 @@ class PagedCache(Cache):  # type: ignore[misc]
         self._closed, self._is_copy = False, kv is not None
         self._finalizer: Any = None
         self._use(kv)
-        super().__init__(layers=[_Layer(self, i) for i in range(n_layers)])
+        super().__init__(layers=[_Layer(self, i) for i in range(len(self._windows))])
 
     def _use(self, kv: PagedKVCache | None) -> None:
         if kv is not None:
@@ -303,13 +309,21 @@ class PagedCache(Cache):  # type: ignore[misc]
                 self._settle()
                 self._leave()
             if self.kv is None:
-                sizes = self._num_blocks, self._block_size, len(self.layers)
-                self._use(PagedKVCache(None, *sizes, *shape, dtype=self._dtype))
+                self._use(self._new_kv(*shape))
             if layer == 0:
                 self._refuse_fewer_layers(n_columns)
                 self._settle()
             setattr(key, MARK, self)
             self._offered = layer, threading.get_ident()
+
+    def _new_kv(self, n_kv_heads: int, width: int) -> PagedKVCache:
+        return PagedKVCache(
+            num_blocks=self._num_blocks,
+            block_size=self._block_size,
+            layers=layers_with(self._windows, n_kv_heads, width, self._slack),
+            slack=self._slack or 0,
+            dtype=self._dtype,
+        )
 
     def _refuse_another_attention(self, layer: int) -> None:
         """Raises RuntimeError where the keys of the layer before were not taken. At layer 0 that
@@ -408,7 +422,7 @@ class PagedCache(Cache):  # type: ignore[misc]
             )
         seen = None if mask is None else mask.bool()
         if (begin := _begins_again(past, seen, n_columns, positions)) is not None:
-            past = past.first(begin)
+            past = self._cut(begin)
         if seen is not None:
             seen = seen_columns(seen, n_batch, past.n_columns + n_columns)
         _refuse_other_padding(past, seen)
@@ -507,7 +521,21 @@ class PagedCache(Cache):  # type: ignore[misc]
             held = self._past.n_columns
             keep = held if n == 0 else max(held + n, 0) if n < 0 else min(n, held)
             if keep < held:
-                self._become(self._past.first(keep))
+                self._become(self._cut(keep))
+
+    def _cut(self, n: int) -> _Past:
+        """The first n columns of what is held. Raises ValueError where layers with a window would
+        not find all that a row behind them sees."""
+        past = self._past.first(n)
+        for row, (name, held) in enumerate(zip(past.rows, past.held(), strict=True)):
+            least = self.kv.least_length(name) if self.kv is not None else 0
+            if 0 < held < least:
+                raise ValueError(
+                    f"PagedCache: with {n} columns row {row} has {held} positions, and its layers "
+                    f"with a window have given back what it takes to go on before {least}: "
+                    "PagedCache(config, slack=n) keeps n positions more, slack=None all"
+                )
+        return past
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Sequence i becomes what ``beam_idx[i]`` is: forks, which share blocks until written."""
@@ -550,7 +578,8 @@ class PagedCache(Cache):  # type: ignore[misc]
             twin: PagedCache = type(self).__new__(type(self))
             twin._num_blocks, twin._block_size = self._num_blocks, self._block_size
             twin._dtype, twin._threads = self._dtype, self._threads
-            twin._begin(len(self.layers), self.kv)
+            twin._windows, twin._slack = self._windows, self._slack
+            twin._begin(self.kv)
             twin._closed = self._closed
             if self.kv is not None:
                 twin._past = twin._forks(self.kv, self._past, range(len(self._past.rows)))

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tinyllm.hf.config import kv_shape_of, layers_of
+from tinyllm.hf.config import kv_shape_of, layers_with, windows_of
 from tinyllm.hf.rows import (
     Scoring,
     Tensor,
@@ -25,21 +25,31 @@ from tinyllm.hf.rows import (
     new_f32,
     rows_of,
 )
-from tinyllm.infer.paged import PagedKVCache
+from tinyllm.infer.paged import SLACK, PagedKVCache
 
 __all__ = ["Packed", "forward_packed", "new_kv"]
 
 
 def new_kv(
-    config: Any, num_blocks: int, block_size: int = 16, *, dtype: Any = "float16"
+    config: Any,
+    num_blocks: int,
+    block_size: int = 16,
+    *,
+    dtype: Any = "float16",
+    slack: int | None = SLACK,
 ) -> PagedKVCache:
     """A PagedKVCache of ``dtype`` for the layers and KV heads of a model, from ``model.config``.
 
+    Layers with a window give back what it has gone past, but for ``slack`` positions, which
+    ``truncate`` can always take back; None: they keep all.
+
     Raises: ValueError for a model it cannot serve, and as PagedKVCache.
     """
-    n_kv_heads, width = kv_shape_of(config)
-    n_layers = layers_of("new_kv", config)
-    return PagedKVCache(None, num_blocks, block_size, n_layers, n_kv_heads, width, dtype=dtype)
+    windows = windows_of("new_kv", config)
+    layers = layers_with(windows, *kv_shape_of(config), slack)
+    return PagedKVCache(
+        num_blocks=num_blocks, block_size=block_size, layers=layers, slack=slack or 0, dtype=dtype
+    )
 
 
 class Packed:

@@ -322,6 +322,10 @@ class LayeredKVCache(PagedKVCache):
         group, i = self._of_layer("seq_len", layer)
         return group.seq_len(seq_id, i)
 
+    def least_length(self, seq_id: Hashable) -> int:
+        self._refuse_closed()
+        return max(group.least_length(seq_id) for group in self.groups)
+
     def gather(self, seq_id: Hashable, layer: int) -> tuple[NDArray[Any], NDArray[Any]]:
         group, i = self._of_layer("gather", layer)
         return group.gather(seq_id, i)

@@ -876,6 +876,12 @@ class PagedKVCache(NotCopied):
         self._refuse_closed()
         return self._sequence("seq_len", seq_id).lengths[self._layer("seq_len", layer)]
 
+    def least_length(self, seq_id: Hashable) -> int:
+        """How far ``truncate`` can take a sequence back, but for 0: 0 where all positions are still
+        there."""
+        self._refuse_closed()
+        return self._least_length(self._sequence("least_length", seq_id))
+
     def gather(self, seq_id: Hashable, layer: int) -> tuple[NDArray[Any], NDArray[Any]]:
         """Copies of one layer's K and V, [n_kv_heads, length, d_head] each: of a float16 cache
         float16, of another the float32 that its values are (in int8 and float8_e4m3fn scale *

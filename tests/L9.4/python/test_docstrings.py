@@ -29,12 +29,16 @@ def public_names() -> Iterator[tuple[str, Any, str]]:
     for name in tinyllm.__all__:
         value = getattr(tinyllm, name)
         if inspect.isclass(value):
-            about = f"{value.__doc__}\n{value.__init__.__doc__}"
+            classes: list[Any] = [
+                c for c in value.__mro__ if c.__module__.startswith("tinyllm")
+            ] or [value]
+            about = "\n".join(f"{c.__doc__}\n{c.__init__.__doc__}" for c in classes)
             yield name, value, about
             for member, attribute in vars(value).items():
                 plain = getattr(attribute, "__func__", attribute)
                 if not member.startswith("_") and (callable(plain) or isinstance(plain, property)):
-                    yield f"{name}.{member}", plain, f"{about}\n{plain.__doc__}"
+                    inherited = [inspect.getdoc(getattr(c, member, None)) for c in classes]
+                    yield f"{name}.{member}", plain, "\n".join([about, *filter(None, inherited)])
         elif callable(value):
             others = re.findall(r"arguments are those of\s+``(\w+)``", value.__doc__ or "")
             yield (

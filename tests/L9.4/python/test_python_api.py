@@ -608,6 +608,7 @@ def test_after_close_every_method_says_closed(lib: Lib) -> None:
         "__len__": lambda: len(cache),
         "block_table": lambda: cache.block_table("a"),
         "seq_len": lambda: cache.seq_len("a"),
+        "least_length": lambda: cache.least_length("a"),
         "gather": lambda: cache.gather("a", 0),
         "gather_codes": lambda: cache.gather_codes("a", 0),
         "export_seq": lambda: cache.export_seq("a"),
