@@ -230,7 +230,7 @@ $(B)/bench/%: bench/%.c $(wildcard bench/*.h) $(B)/libtinyllm.a $(B)/flags
 	@mkdir -p $(@D)
 	@$(CC) $(CFLAGS) -Ibench -o $@ $< $(B)/libtinyllm.a $(LDLIBS)
 
-.PHONY: bench bench-quick bench-prefill bench-python bench-quality counts bench-formats bench-rows bench-runtime bench-prefix bench-numerics
+.PHONY: bench bench-quick bench-prefill bench-python bench-quality bench-layers counts bench-formats bench-rows bench-runtime bench-prefix bench-numerics
 bench: $(B)/bench/bench_decode ## a decode step beside the bandwidth of memory and a plain C loop; BENCH_ARGS='--group small' etc.
 	@$< --plain $(BENCH_ARGS)
 
@@ -260,6 +260,9 @@ bench-python: all .venv/test.stamp ## what the Python layer adds to a call
 
 bench-quality: all .venv/demo.stamp ## what a model loses with K and V in each dtype (fetches the demo's model; some minutes)
 	@TINYLLM_LIB=$(B)/libtinyllm.so PYTHONPATH=python:examples .venv/bin/python bench/kv_quality.py $(BENCH_ARGS)
+
+bench-layers: all .venv/test.stamp ## memory of a long context where a cache knows the windows of its layers
+	@TINYLLM_LIB=$(B)/libtinyllm.so .venv/bin/python bench/kv_layers.py $(BENCH_ARGS)
 
 counts: $(B)/bench/count_step ## instructions of fixed steps beside those kept in bench/counts.txt; UPDATE=1 WHY='...' keeps them
 	@$< > $(B)/bench/counts && $(PYTHON) bench/counts.py $(if $(UPDATE),--update) --why '$(WHY)' < $(B)/bench/counts
