@@ -172,21 +172,13 @@ class Model:
         out = np.zeros((len(qkv), c.heads, c.head_dim), np.float32)
 
         begin = time.perf_counter()
-        for i, name in enumerate(rows.names):
-            mine = slice(rows.starts[i], rows.starts[i + 1])
-            cache.append(name, layer, _heads_first(k[mine]), _heads_first(v[mine]))
-        with cache.batch(rows.names, layer) as batch:
-            paged_attention(
-                q, cache.view(layer), batch.tables, batch.lengths,
-                cu_seqlens_q=rows.starts, threads=crew.pool, out=out[: rows.n],
-            )  # fmt: skip
+        cache.append_batch(rows.names, layer, k, v, rows.starts, threads=crew.pool)
+        paged_attention(
+            q, cache, rows.names, layer,
+            cu_seqlens_q=rows.starts, threads=crew.pool, out=out[: rows.n],
+        )  # fmt: skip
         clock.attention += time.perf_counter() - begin
         return out.reshape(len(qkv), c.q_width)
-
-
-def _heads_first(rows: Floats) -> Floats:
-    """[n, heads, D] to [heads, n, D]."""
-    return np.ascontiguousarray(rows.transpose(1, 0, 2))
 
 
 # --- where models come from -----------------------------------------------------------------------

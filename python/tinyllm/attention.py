@@ -9,6 +9,7 @@ set, in any blocks, by each of the functions.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, overload
 
 import numpy as np
@@ -20,7 +21,15 @@ from tinyllm._observers import OBSERVERS
 from tinyllm._paged_call import PagedCall, obey, per_head, scale_of, window_of
 from tinyllm._pieces import LONG, in_pieces, positions_seen
 from tinyllm.ffi.handle import address_of, reading
-from tinyllm.ffi.libtinyllm import TL_ATTN_SPLIT, TL_ATTN_STRETCH, AttnPart, f32_ptr, load
+from tinyllm.ffi.libtinyllm import (
+    TL_ATTN_SPLIT,
+    TL_ATTN_STRETCH,
+    AttnPart,
+    f32_ptr,
+    i32_ptr,
+    load,
+)
+from tinyllm.infer.batch import Batch
 from tinyllm.infer.paged import PagedKVCache, ids_in_order
 from tinyllm.kv_view import KVView
 from tinyllm.threads import ThreadPool, handle_of
@@ -73,6 +82,22 @@ def paged_attention_decode(
     if not isinstance(cache, PagedKVCache):
         raise TypeError(f"{fn}: cache must be a PagedKVCache, not {type(cache).__name__}")
     cache, layer = cache._of_layer(fn, layer)
+    with Batch(cache, seq_ids) as step:
+        return _decode(fn, q, step, layer, scale, window, threads, out)
+
+
+def _decode(
+    fn: str,
+    q: Tensor,
+    step: Batch,
+    layer: int,
+    scale: float | None,
+    window: int | None,
+    threads: int | ThreadPool | None,
+    out: Tensor | None,
+) -> NDArray[np.float32]:
+    """``paged_attention_decode`` over a batch."""
+    cache = step._cache
     lib = cache.lib
     q = packed(floats(fn, "q", q, 3))
     n_batch, n_heads, width = q.shape
@@ -81,7 +106,7 @@ def paged_attention_decode(
             f"{fn}: q has shape {q.shape}, expected [B,H,D] with H a multiple of "
             f"{cache.n_kv_heads} and D = {cache.d_head}"
         )
-    seq_ids = ids_in_order(fn, seq_ids)
+    seq_ids = ids_in_order(fn, step.seq_ids)
     if len(seq_ids) != n_batch:
         raise ValueError(f"{fn}: q has {n_batch} rows for {len(seq_ids)} sequences")
     window = window_of(fn, window)
@@ -93,31 +118,31 @@ def paged_attention_decode(
     workers = handle_of(fn, threads, lib)
     with cache._handle.read():
         if n_batch:
-            with cache._batch(fn, seq_ids, layer, window) as batch:
-                most = batch.width * cache.block_size
-                if OBSERVERS.get() or q.size * most > LONG:
-                    # The general call gives the same bits, is watched, and is cut where it is long.
-                    view, tables = cache.view(layer), batch.tables
-                    PagedCall(
-                        fn, q, view, tables, batch.lengths, None, factor, window, 0, None, threads
-                    ).attend(out, None, None)
-                else:
-                    with reading(workers):
-                        lib.tl_paged_attn_decode_f32(
-                            f32_ptr(q), cache._handle.address, layer, batch.tables_ptr, batch.width,
-                            batch.lengths_ptr, f32_ptr(out), n_batch, n_heads, cache.n_kv_heads,
-                            width, factor, window, address_of(workers),
-                        )  # fmt: skip
+            table, lengths = step._over(fn, layer, window)
+            if OBSERVERS.get() or q.size * table.width * cache.block_size > LONG:
+                # The general call gives the same bits, is watched, and is cut where it is long.
+                view, tables = cache.view(layer), table.first(n_batch)
+                PagedCall(
+                    fn, q, view, tables, lengths, None, factor, window, 0, None, threads
+                ).attend(out, None, None)
+            else:
+                with reading(workers):
+                    lib.tl_paged_attn_decode_f32(
+                        f32_ptr(q), cache._handle.address, layer, table.ptr, table.width,
+                        i32_ptr(lengths), f32_ptr(out), n_batch, n_heads, cache.n_kv_heads, width,
+                        factor, window, address_of(workers),
+                    )  # fmt: skip
     return out if given is None else given
 
 
 @overload
 def paged_attention(
     q: Tensor,
-    kv: KVView,
-    block_tables: Any,
-    ctx_lens: Any,
+    kv: KVView | PagedKVCache | Batch,
+    block_tables: Any = None,
+    ctx_lens: Any = None,
     *,
+    layer: int | None = None,
     cu_seqlens_q: Any = None,
     scale: float | None = None,
     window: int | None = 0,
@@ -133,10 +158,11 @@ def paged_attention(
 @overload
 def paged_attention(
     q: Tensor,
-    kv: KVView,
-    block_tables: Any,
-    ctx_lens: Any,
+    kv: KVView | PagedKVCache | Batch,
+    block_tables: Any = None,
+    ctx_lens: Any = None,
     *,
+    layer: int | None = None,
     cu_seqlens_q: Any = None,
     scale: float | None = None,
     window: int | None = 0,
@@ -151,10 +177,11 @@ def paged_attention(
 
 def paged_attention(
     q: Tensor,
-    kv: KVView,
-    block_tables: Any,
-    ctx_lens: Any,
+    kv: KVView | PagedKVCache | Batch,
+    block_tables: Any = None,
+    ctx_lens: Any = None,
     *,
+    layer: int | None = None,
     cu_seqlens_q: Any = None,
     scale: float | None = None,
     window: int | None = 0,
@@ -169,12 +196,20 @@ def paged_attention(
     check of a draft, or all of them in one call. out [total_q,H,Dv], with ``return_lse`` also lse
     [total_q,H] (natural logarithm).
 
+    >>> out = paged_attention(q, cache, ["a", "b"], layer)  # sequences of a cache
+    >>> out = paged_attention(q, step, layer)  # the same: step is cache.batch(["a", "b"])
+    >>> out = paged_attention(q, view, block_tables, ctx_lens)  # anyone's memory
+
     q: [total_q,H,Dk], copied only where it is not float32 with a contiguous last axis. H is a
-    multiple of the view's KV heads; query head h reads KV head h // (H // n_kv_heads).
+    multiple of the KV heads; query head h reads KV head h // (H // n_kv_heads).
+    kv: a PagedKVCache, of which seq_ids and layer come next; a batch of one, of which layer comes
+    next; or a KVView, with block_tables and ctx_lens. Of a cache all that the sequences hold in
+    that layer is the context.
     block_tables: integers [B,n], or one sequence of integers for each sequence; position j is slot
     j % b of block table[j // b]. What no visible position needs may be anything; a negative entry
     names no block.
     Copied where it is no C-contiguous array of 32-bit integers.
+    layer: of a cache or batch only, also by position.
     ctx_lens: integers [B], positions a sequence holds, its own rows included.
     cu_seqlens_q: integers [B+1] from 0 to total_q: sequence s owns the rows from cu_seqlens_q[s] up
     to cu_seqlens_q[s+1], the last of them at position ctx_lens[s] - 1. None: one row each.
@@ -194,31 +229,95 @@ def paged_attention(
 
     Raises: TypeError for a wrong type; ValueError for a wrong shape, an integer out of range,
     lengths that do not fit each other or their tables, a table entry that is needed and names no
-    block, or an ``out`` that overlaps something; ClosedError; ConcurrentUseError while somebody
-    writes to the view's cache; TlError (``TL_EUNSUPPORTED``). ``out`` is then untouched.
+    block, or an ``out`` that overlaps something; over a cache also ValueError for a bad layer, or a
+    sequence that holds nothing in it or lacks positions the window sees (``trim_front``), and
+    KeyError for an unknown sequence; ClosedError; ConcurrentUseError while somebody writes to the
+    cache; TlError (``TL_EUNSUPPORTED``). ``out`` is then untouched.
     """
     fn = "paged_attention"
+    if isinstance(kv, KVView):
+        if layer is not None:
+            raise TypeError(f"{fn}: a view is of one layer; layer = {layer!r} is for a cache")
+        return _attend(
+            fn, q, kv, block_tables, ctx_lens, cu_seqlens_q, scale, window, softcap, alibi_slopes,
+            threads, sink_logits, return_lse, out,
+        )  # fmt: skip
+    batch, layer = _batch_of(fn, kv, block_tables, ctx_lens, layer)
+    with batch as step:
+        if (
+            cu_seqlens_q is sink_logits is alibi_slopes is None
+            and not return_lse
+            and type(softcap) in (int, float)
+            and softcap == 0
+            and (out is None or _is_packed(out))
+        ):
+            return _decode(fn, q, step, layer, scale, window, threads, out)
+        cache, window = step._cache, window_of(fn, window)
+        with cache._handle.read():
+            table, lengths = step._over(fn, layer, window, cu_seqlens_q)
+            return _attend(
+                fn, q, cache.view(layer), table.first(len(lengths)), lengths, cu_seqlens_q, scale,
+                window, softcap, alibi_slopes, threads, sink_logits, return_lse, out,
+            )  # fmt: skip
+
+
+def _attend(
+    fn: str,
+    q: Tensor,
+    view: KVView,
+    block_tables: Any,
+    ctx_lens: Any,
+    cu_seqlens_q: Any,
+    scale: float | None,
+    window: int | None,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    threads: int | ThreadPool | None,
+    sink_logits: Tensor | None,
+    return_lse: bool,
+    out: Tensor | None,
+) -> NDArray[np.float32] | tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """``paged_attention`` over a view."""
     call = PagedCall(
-        fn,
-        q,
-        kv,
-        block_tables,
-        ctx_lens,
-        cu_seqlens_q,
-        scale,
-        window,
-        softcap,
-        alibi_slopes,
+        fn, q, view, block_tables, ctx_lens, cu_seqlens_q, scale, window, softcap, alibi_slopes,
         threads,
-    )
+    )  # fmt: skip
     n_rows, n_heads, _ = call.q.shape
     sinks = per_head(fn, "sink_logits", sink_logits, n_heads)
-    wanted = (n_rows, n_heads, kv.head_dims[1])
+    wanted = (n_rows, n_heads, view.head_dims[1])
     target = np.empty(wanted, np.float32) if out is None else _target(fn, out, wanted)
     lse = np.empty((n_rows, n_heads), np.float32) if return_lse else None
     call.attend(target, lse, sinks)
     result = target if out is None else out
     return result if lse is None else (result, lse)
+
+
+def _batch_of(
+    fn: str, kv: Any, block_tables: Any, ctx_lens: Any, layer: Any
+) -> tuple[AbstractContextManager[Batch], int]:
+    """The batch that a call over a cache, or over a batch, is about, and the layer in it."""
+    given = [value for value in (block_tables, ctx_lens) if value is not None]
+    if not isinstance(kv, (Batch, PagedKVCache)):
+        raise TypeError(
+            f"{fn}: kv must be a KVView, a PagedKVCache or a batch of one, not {type(kv).__name__}"
+        )
+    seq_ids: Sequence[Hashable] = ()
+    if not isinstance(kv, Batch):
+        if not given:
+            raise TypeError(f"{fn}: over a cache seq_ids must be given")
+        seq_ids = ids_in_order(fn, given.pop(0))
+    if given and layer is None:
+        layer = given.pop(0)
+    if given or layer is None:
+        raise TypeError(
+            f"{fn}: over a cache it takes seq_ids and layer, over a batch layer; tables and "
+            "lengths are theirs"
+        )
+    if isinstance(kv, Batch):  # which its own with block ends
+        step, layer = kv._of_layer(fn, layer)
+        return nullcontext(step), layer
+    cache, layer = kv._of_layer(fn, layer)
+    return Batch(cache, seq_ids), layer
 
 
 def paged_attention_states(
@@ -492,6 +591,11 @@ def _part(fn: str, i: int, part: Any) -> tuple[NDArray[np.float32], int, int]:
     states = packed(floats(fn, f"parts[{i}][0]", states, 4))
     first = integer(fn, f"parts[{i}][1]", first, 0, INT64_MAX)
     return states, first, _span(fn, f"parts[{i}][2]", span)
+
+
+def _is_packed(out: Any) -> bool:
+    """Whether ``out`` is as ``paged_attention_decode`` takes it."""
+    return type(out) is np.ndarray and out.dtype == np.float32 and out.flags.carray
 
 
 def _span(fn: str, name: str, span: Any) -> int:

@@ -58,7 +58,18 @@ class AbiMismatch(RuntimeError):
 
 
 class OutOfBlocks(RuntimeError):
-    """The pool cannot give the blocks a call needs; nothing was changed."""
+    """The pool cannot give the blocks a call needs; nothing was changed.
+
+    needed: how many those are, copies of shared blocks included; free, cached: how many there are
+    of either. So ``needed - free - cached`` are missing.
+    """
+
+    def __init__(self, message: str = "", needed: int = 0, free: int = 0, cached: int = 0) -> None:
+        super().__init__(message, needed, free, cached)  # all four, so that it can be pickled
+        self.needed, self.free, self.cached = needed, free, cached
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class OutOfMemory(MemoryError):

@@ -83,6 +83,7 @@ __all__ = [
     "load",
     "new_handle",
     "signatures",
+    "step_for_all",
     "store_address",
     "struct_ptr",
     "u8_ptr",
@@ -657,9 +658,10 @@ class Function(NotCopied):
         who looks."""
         return partial(self._call, *args)
 
-    def steps(self, handle: int, blocks: Iterable[int]) -> Step:
-        """One step that calls the function for all of ``blocks``; it gives their statuses."""
-        return partial(list, map(self._call, repeat(handle), blocks))
+    def steps(self, handle: int, *columns: Iterable[Any]) -> Step:
+        """One step that calls the function with ``handle`` and one of each column, row by row; it
+        gives their statuses."""
+        return step_for_all(self._call, repeat(handle), *columns)
 
     def _failure(self, status: int) -> TlError:
         return self._lib.failure(self.name, status)
@@ -774,6 +776,12 @@ def all_at_once(steps: Iterable[Step]) -> list[Any]:
     them: Python runs none of its own code on the way, no signal handler either. What a
     KeyboardInterrupt finds is all of them done, or none."""
     return list(map(partial.__call__, steps))
+
+
+def step_for_all(function: Any, *columns: Iterable[Any]) -> Step:
+    """One step that calls a function of C with one of each column, row by row; it gives what they
+    returned."""
+    return partial(list, map(function, *columns))
 
 
 def address_cell() -> Any:

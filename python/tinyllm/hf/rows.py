@@ -81,9 +81,8 @@ def attend_sequences(
 ) -> None:
     """One call for the last rows of some sequences: those of sequence s are
     rows[starts[s]:starts[s+1]]."""
-    fn = "tinyllm attention"
-    with kv.batch(seq_ids, layer, window=scoring["window"], fn=fn) as batch:
+    with kv.batch(seq_ids) as step:
         paged_attention(
-            as_f32(rows), kv.view(layer), batch.tables, batch.lengths, cu_seqlens_q=starts,
-            threads=threads_of(threads), out=out.numpy(), **scoring,
+            as_f32(rows), step, layer, cu_seqlens_q=starts, threads=threads_of(threads),
+            out=out.numpy(), **scoring,
         )  # fmt: skip

@@ -3,6 +3,6 @@
 
 from tinyllm.infer.layered import LayeredKVCache
 from tinyllm.infer.layers import Layer
-from tinyllm.infer.paged import OutOfBlocks, PagedKVCache
+from tinyllm.infer.paged import Batch, Needs, OutOfBlocks, PagedKVCache
 
-__all__ = ["Layer", "LayeredKVCache", "OutOfBlocks", "PagedKVCache"]
+__all__ = ["Batch", "Layer", "LayeredKVCache", "Needs", "OutOfBlocks", "PagedKVCache"]

@@ -5,9 +5,9 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,9 @@ from tinyllm.ffi.libtinyllm import (
     TL_KV_ENVELOPE_HEADER,
     TL_KV_MAGIC,
     TL_KV_RECORD_HEADER,
+    KvBlock,
     KvConfig,
+    KvNeeds,
     KvStats,
     KvView,
     Lib,
@@ -38,12 +40,15 @@ from tinyllm.ffi.libtinyllm import (
 )
 from tinyllm.kv_view import codes_of, scales_of
 
+if TYPE_CHECKING:
+    from tinyllm.infer.batch import BatchTable
+
 NO_BLOCK = UINT32_MAX  # a table entry nobody reads
 
 
 class Rows(NamedTuple):
-    """K and V [n_kv_heads, T, d_head] of one of the types that the library takes. overflowed: how
-    many became infinite before, on the way to float32."""
+    """K and V [total, n_kv_heads, d_head] of one of the types that the library takes. overflowed:
+    how many became infinite before, on the way to float32."""
 
     k: NDArray[Any]
     v: NDArray[Any]
@@ -65,9 +70,7 @@ class Blocks:
         self.lib, self.handle, self.form = lib, handle, form
         self.fresh: NDArray[np.uint32] | None = None
         self.high_water = self.overflowed = self.touched = 0
-        # What a write tells of its one sequence: where its tokens begin and end, its length.
-        self._span = np.zeros(3, np.int32)
-        self._starts, self._length = i32_ptr(self._span), i32_ptr(self._span[2:])
+        self._views: dict[int, KvView] = {}
 
     def create(self, *sizes: int) -> None:
         """sizes: blocks, positions in one, layers, KV heads, elements of a row. Raises TlError."""
@@ -124,6 +127,22 @@ class Blocks:
         """The i-th of what is ``fresh`` is given back."""
         return [self.unref([int(fresh[i])]), partial(fresh.__setitem__, i, NO_BLOCK)]
 
+    def needs(
+        self, tables: BatchTable, starts: NDArray[np.int32], lengths: NDArray[np.int32]
+    ) -> tuple[int, int]:
+        """How many blocks a step would take for new positions only, and how many as copies;
+        arguments as for ``write``."""
+        needs = KvNeeds()
+        try:
+            self.lib.tl_kv_reserve(
+                self.handle.address, tables.ptr, tables.width, i32_ptr(starts), i32_ptr(lengths),
+                len(lengths), True, needs,
+            )  # fmt: skip
+        except TlError as error:
+            if error.status != TL_EFULL:
+                raise
+        return needs.fresh, needs.copies
+
     def give_back(self) -> None:
         """Returns what is ``fresh``, if a call that did not end well has left any."""
         if self.fresh is not None:
@@ -147,7 +166,7 @@ class Blocks:
         """One more holder for each."""
         return self.lib.tl_kv_ref.steps(self.handle.address, blocks)
 
-    def unref(self, blocks: list[int]) -> Step:
+    def unref(self, blocks: Sequence[int]) -> Step:
         """One holder less for each, the last block first."""
         return self.lib.tl_kv_unref.steps(self.handle.address, reversed(blocks))
 
@@ -174,27 +193,31 @@ class Blocks:
         """``fill`` positions of a block are held by every layer."""
         return self.lib.tl_kv_set_fill.step(self.handle.address, block, fill)
 
-    def set_length(self, table: NDArray[np.uint32], before: int, after: int) -> Step:
-        """``set_fill`` for the blocks between two lengths of a sequence."""
-        span = u32_ptr(table), len(table), before, after
-        return self.lib.tl_kv_set_length.step(self.handle.address, *span)
+    def set_lengths(
+        self,
+        tables: Sequence[Any],
+        n_blocks: Sequence[int],
+        before: Sequence[int],
+        after: Sequence[int],
+    ) -> Step:
+        """``set_fill`` for the blocks between two lengths of each of some sequences; ``tables`` are
+        pointers."""
+        columns = tables, n_blocks, before, after
+        return self.lib.tl_kv_set_length.steps(self.handle.address, *columns)
 
-    def is_writable(self, block: int, fill: int) -> bool:
-        """Whether a block that has ``fill`` is one sequence's alone and not frozen under a hash."""
-        pool = self.handle.address
-        if self.lib.tl_kv_refs(pool, block) > 1:
-            return False
-        try:  # of a block in use only a registered one refuses the fill it has
-            self.lib.tl_kv_set_fill(pool, block, fill)
-        except TlError:
-            return False
-        return True
+    def is_writable(self, block: int, leaving: int = 0) -> bool:
+        """Whether a used block is one holder's alone, when ``leaving`` others have given it up, and
+        not frozen by an index."""
+        state = KvBlock()
+        self.lib.tl_kv_blocks_get(self.handle.address, block, 1, state)
+        return bool(state.refs - leaving == 1 and state.hash == 0)
 
     # --- K and V
     # ---------------------------------------------------------------------------------------------
 
-    def rows(self, fn: str, k: Tensor, v: Tensor) -> Rows:
-        """K and V, checked in full, as ``write`` takes them."""
+    def rows(self, fn: str, k: Tensor, v: Tensor, *, by_head: bool) -> Rows:
+        """K and V, checked in full, as ``write`` takes them; ``by_head`` they come as
+        [n_kv_heads, T >= 1, d_head]."""
         (k, of_k), (v, of_v) = (as_array(fn, name, side) for name, side in (("k", k), ("v", v)))
         given, overflowed = of_k, 0
         if of_k != of_v or of_k not in ("float32", "float16", "bfloat16"):
@@ -203,26 +226,36 @@ class Blocks:
             k, v = rounded(fn, "k", k, of_k), rounded(fn, "v", v, of_v)
             if not self.form.has_scales:  # of which an infinity is counted by itself
                 overflowed = _overflowed(wide[0], k) + _overflowed(wide[1], v)
-        heads, n_tokens, width = with_axes(fn, "k", k, 3).shape
-        if (heads, width) != self._slab[::2] or n_tokens < 1:
-            raise ValueError(
-                f"{fn}: k has shape {k.shape}, expected [n_kv_heads, T >= 1, d_head] = "
-                f"({self._slab[0]}, T, {self._slab[2]})"
+        held = with_axes(fn, "k", k, 3).shape
+        heads, n_tokens, width = held if by_head else (held[1], held[0], held[2])
+        if (heads, width) != self._slab[::2] or n_tokens < by_head:
+            n_heads, _, d = self._slab
+            wanted = (
+                f"[n_kv_heads, T >= 1, d_head] = ({n_heads}, T, {d})"
+                if by_head
+                else f"[total, n_kv_heads, d_head] = (total, {n_heads}, {d})"
             )
+            raise ValueError(f"{fn}: k has shape {k.shape}, expected {wanted}")
         if with_axes(fn, "v", v, 3).shape != k.shape:
             raise ValueError(f"{fn}: v has shape {v.shape}, k {k.shape}")
-        return Rows(whole_rows(k), whole_rows(v), FORMATS[given], overflowed)
+        k, v = whole_rows(k), whole_rows(v)
+        if by_head:
+            k, v = k.transpose(1, 0, 2), v.transpose(1, 0, 2)
+        return Rows(k, v, FORMATS[given], overflowed)
 
-    def write(self, layer: int, table: NDArray[np.uint32], begin: int, rows: Rows) -> None:
-        """Stores rows in one layer of a sequence, from position ``begin`` on."""
-        k, v, n = rows.k, rows.v, rows.k.shape[1]
-        self._span[1:] = n, begin + n
-        itemsize = k.itemsize
-        (k_head, k_token, _), (v_head, v_token, _) = k.strides, v.strides
+    def write(
+        self, layer: int, tables: BatchTable, starts: NDArray[np.int32] | None,
+        lengths: NDArray[np.int32], rows: Rows, tp: int | None,
+    ) -> None:  # fmt: skip
+        """Stores the rows of some sequences, whose lengths are given with them, in one layer;
+        ``starts`` as ``cu_seqlens`` of tl_kv_append. Raises TlError: ``TL_EBUSY`` where a block is
+        not its sequence's to write to. Then nothing is written."""
+        k, v, itemsize = rows.k, rows.v, rows.k.itemsize
+        (k_token, k_head, _), (v_token, v_head, _) = k.strides, v.strides
         self.lib.tl_kv_append(
-            self.handle.address, layer, u32_ptr(table), len(table), self._starts, self._length, 1,
-            k.ctypes.data, v.ctypes.data, rows.form.tl_dtype, k_token // itemsize,
-            k_head // itemsize, v_token // itemsize, v_head // itemsize, None,
+            self.handle.address, layer, tables.ptr, tables.width, i32_ptr(starts),
+            i32_ptr(lengths), len(lengths), k.ctypes.data, v.ctypes.data, rows.form.tl_dtype,
+            k_token // itemsize, k_head // itemsize, v_token // itemsize, v_head // itemsize, tp,
         )  # fmt: skip
 
     def copy(self, source: int, target: int) -> None:
@@ -267,9 +300,12 @@ class Blocks:
         return tuple(_in_order(side, held, b, length) for side in sides)
 
     def view(self, layer: int) -> KvView:
-        """Where one layer lies."""
-        struct = KvView(KV_VIEW_BYTES)
-        self.lib.tl_kv_pool_view(self.handle.address, layer, struct)
+        """Where one layer lies, which never changes."""
+        struct = self._views.get(layer)
+        if struct is None:
+            struct = KvView(KV_VIEW_BYTES)
+            self.lib.tl_kv_pool_view(self.handle.address, layer, struct)
+            self._views[layer] = struct
         return struct
 
     # --- moving
@@ -350,9 +386,13 @@ class Blocks:
         names = [form.name for form in FORMATS.values() if form.tl_format == version]
         return names[0] if names and names[0] != self.form.name else None
 
+    def blocks_in(self, envelope: NDArray[np.uint8]) -> int:
+        """How many blocks an envelope says it holds."""
+        return int.from_bytes(envelope[8:12].tobytes(), "little")
+
     def _fills(self, fn: str, envelope: NDArray[np.uint8]) -> list[int]:
         """The positions in each block of an envelope, which no one has checked yet."""
-        n = int.from_bytes(envelope[8:12].tobytes(), "little")
+        n = self.blocks_in(envelope)
         pool, header = self.handle.address, TL_KV_ENVELOPE_HEADER
         if len(envelope) < header or len(envelope) != self.lib.tl_kv_export_bytes(pool, n):
             return [0] * min(n, len(envelope))  # something is amiss, and the import says what
@@ -387,8 +427,3 @@ def _in_order(
 def fill_of(length: int, i: int, block_size: int) -> int:
     """Fill of the i-th block of a sequence of which every layer holds ``length`` positions."""
     return min(max(length - i * block_size, 0), block_size)
-
-
-def blocks_of(table: NDArray[np.uint32], places: Iterable[int]) -> list[int]:
-    """The blocks at some places of a table."""
-    return [int(table[i]) for i in places]

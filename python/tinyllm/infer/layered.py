@@ -19,14 +19,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinyllm._arrays import Tensor
-from tinyllm._check import INT32_MAX, INT64_MAX, integer
+from tinyllm._check import INT32_MAX, INT64_MAX, UINT32_MAX, integer
+from tinyllm._kv_format import format_named
 from tinyllm.errors import ConcurrentUseError, OutOfBlocks
 from tinyllm.ffi.libtinyllm import Lib, Step
-from tinyllm.infer.batch import BatchTable, CachedSequence
+from tinyllm.infer.batch import Batch, CachedSequence, Needs
 from tinyllm.infer.layers import Layer, checked_layers, kinds_of, named_layers
+from tinyllm.infer.memory import blocks_within
 from tinyllm.infer.paged import _NEEDED, SLACK, PagedKVCache, bytes_of, refuse_both
 from tinyllm.infer.prefixes import namespace_of, tokens_of
 from tinyllm.kv_view import KVView
+from tinyllm.threads import ThreadPool
 
 if TYPE_CHECKING:
     from tinyllm.observe.pool.pictures import Pictures
@@ -45,29 +48,35 @@ class LayerGroup(PagedKVCache):
 
     def __init__(
         self, lib: Lib | None, num_blocks: int, block_size: int, kind: Layer,
-        numbers: Sequence[int], slack: int, dtype: Any,
+        numbers: Sequence[int], slack: int, dtype: Any, trim_above: int | str | None,
     ) -> None:  # fmt: skip
         super().__init__(
-            lib, num_blocks, block_size, len(numbers), kind.n_kv_heads, kind.d_head, dtype=dtype
-        )
+            lib, num_blocks, block_size, len(numbers), kind.n_kv_heads, kind.d_head, dtype=dtype,
+            trim_above=trim_above,
+        )  # fmt: skip
         self.kind, self.numbers, self.slack = kind, tuple(numbers), slack
         self.layers, self._window = (kind,) * self.n_layers, kind.window
 
-    def append(self, seq_id: Hashable, layer: int, k: Tensor, v: Tensor) -> None:
+    def _append(self, fn: str, seq_ids: Sequence[Hashable], *step: Any) -> str | None:
         """Appends, and then gives up what no row reaches that begins where the shortest layer
         ended, but for the slack."""
-        begin = min(self._sequence("append", seq_id).lengths)
-        super().append(seq_id, layer, k, v)
-        self._give_back(seq_id, begin)
+        begins = [min(sequence.lengths) for sequence in self._found(fn, seq_ids)]
+        lost = super()._append(fn, seq_ids, *step)
+        if self._window:
+            self._give_back(seq_ids, begins)
+        return lost
 
-    def _give_back(self, seq_id: Hashable, begin: int) -> None:
-        first = begin - self._window - self.slack
-        if not self._window or first // self.block_size <= self._sequences[seq_id].gone:
+    def _give_back(self, seq_ids: Sequence[Hashable], begins: list[int]) -> None:
+        firsts = [begin - self._window - self.slack for begin in begins]
+        held = [self._sequences[seq_id].gone for seq_id in seq_ids]
+        if all(n // self.block_size <= gone for n, gone in zip(firsts, held, strict=True)):
             return
         # Where a reader came in between, the next append does it.
         with suppress(ConcurrentUseError), self._handle.write(), self._handle.turn:
             self._settle()
-            self._blocks.commit(*self._begun_at(self._sequences[seq_id], first))
+            for seq_id, first in zip(seq_ids, firsts, strict=True):
+                self._blocks.commit(*self._begun_at(self._sequences[seq_id], first))
+            self._trim_idle()
 
     def _number_of(self, layer: int) -> int:
         return self.numbers[layer]
@@ -120,16 +129,27 @@ class LayeredKVCache(PagedKVCache):
         layers: Sequence[Layer],
         slack: int = SLACK,
         dtype: Any = "float16",
+        memory: int | str | None = None,
+        force: bool = False,
+        trim_above: int | str | None = None,
     ) -> None:
         fn = "PagedKVCache"
-        refuse_both(fn, n_layers=n_layers, n_kv_heads=n_kv_heads, d_head=d_head)
+        refuse_both(fn, "layers", n_layers=n_layers, n_kv_heads=n_kv_heads, d_head=d_head)
         self.layers = checked_layers(fn, layers)
         self.slack = integer(fn, "slack", slack, 0, INT32_MAX, ValueError)
+        if memory is not None:
+            refuse_both(fn, "memory", num_blocks=num_blocks)
+            b = integer(fn, "block_size", block_size, 1, UINT32_MAX, ValueError)
+            form = format_named(fn, dtype)
+            strips = [2 * of.n_kv_heads * form.strip_bytes(b, of.d_head) for of in self.layers]
+            num_blocks = blocks_within(fn, memory, sum(strips), force=force)
         made: list[LayerGroup] = []
         try:
             for kind, numbers in kinds_of(self.layers).items():
                 made.append(
-                    LayerGroup(lib, num_blocks, block_size, kind, numbers, self.slack, dtype)
+                    LayerGroup(
+                        lib, num_blocks, block_size, kind, numbers, self.slack, dtype, trim_above
+                    )
                 )
         except BaseException:
             for group in made:
@@ -176,11 +196,6 @@ class LayeredKVCache(PagedKVCache):
 
         self._write(begun)
         return 0
-
-    def extend(self, seq_id: Hashable, tokens: Any) -> None:
-        """As ``PagedKVCache.extend``, and nobody finds it."""
-        tokens_of("extend", tokens)
-        self.seq_len(seq_id)
 
     def fork(self, parent: Hashable, child: Hashable) -> None:
         def forked(group: LayerGroup) -> list[Step]:
@@ -234,9 +249,83 @@ class LayeredKVCache(PagedKVCache):
         except OutOfBlocks as error:
             raise self._told(group, error) from error
 
+    def append_batch(
+        self,
+        seq_ids: Sequence[Hashable],
+        layer: int,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens: Tensor | None = None,
+        *,
+        threads: int | ThreadPool | None = None,
+    ) -> None:
+        """As ``PagedKVCache.append_batch``, and as ``append`` here: the blocks are taken when the
+        first layer of each group is appended."""
+        self._refuse_closed()
+        group, i = self._of_layer("append_batch", layer)
+        try:
+            group.append_batch(seq_ids, i, k, v, cu_seqlens, threads=threads)
+        except OutOfBlocks as error:
+            raise self._told(group, error) from error
+
+    def needs(self, n_tokens: Mapping[Hashable, int]) -> Needs:
+        """As ``PagedKVCache.needs``, of the group that has least to spare."""
+        each = self._look(lambda group: group.needs(n_tokens))
+        return max(each, key=lambda needs: needs.total - needs.available)
+
     def _told(self, group: LayerGroup, error: OutOfBlocks) -> OutOfBlocks:
         """``error``, which says of which layers it speaks."""
-        return OutOfBlocks(f"{error}, for layers {named_layers(group.numbers)}")
+        return OutOfBlocks(
+            f"{error}, for layers {named_layers(group.numbers)}",
+            error.needed, error.free, error.cached,
+        )  # fmt: skip
+
+    # --- what takes a pool of one kind
+    # ---------------------------------------------------------------------------------------------
+
+    def extend(self, seq_id: Hashable, tokens: Any) -> None:
+        """As ``PagedKVCache.extend``, and nobody finds it."""
+        tokens_of("extend", tokens)
+        self.seq_len(seq_id)
+
+    def said(self, seq_id: Hashable) -> list[int]:
+        """Nothing: what was said is not kept."""
+        self.seq_len(seq_id)
+        return []
+
+    def match_len(self, tokens: Any, namespace: bytes = b"") -> int:
+        """0: see ``add_seq``."""
+        tokens_of("match_len", tokens), namespace_of("match_len", namespace)
+        self._refuse_closed()
+        return 0
+
+    def _named(self, fn: str, tokens: Any, namespace: bytes, change: Any) -> NoReturn:
+        tokens_of(fn, tokens), namespace_of(fn, namespace)
+        self._refuse_closed()
+        raise LookupError(f"{fn}: a cache whose layers have windows keeps no texts")
+
+    def drop_namespace(self, namespace: bytes) -> None:
+        """Nothing is there to be dropped."""
+        namespace_of("drop_namespace", namespace)
+        self._refuse_closed()
+
+    def prefix_stats(self) -> dict[str, float]:
+        """As ``PagedKVCache.prefix_stats``: zeros."""
+        return self.groups[0].prefix_stats()
+
+    def swap_out(self, *args: Any, **more: Any) -> NoReturn:
+        """Raises TypeError: a sequence leaves as ``export_seq`` gives it, while no window has gone
+        past its beginning."""
+        raise TypeError("swap_out: layers of several kinds are not offered; export_seq is")
+
+    def swap_in(self, *args: Any, **more: Any) -> NoReturn:
+        """Raises TypeError, as ``swap_out``."""
+        raise TypeError("swap_in: layers of several kinds are not offered; import_seq is")
+
+    def trim(self, keep: int = 0) -> int:
+        """As ``PagedKVCache.trim``, of each group."""
+        self._refuse_closed()
+        return sum(group.trim(keep) for group in self.groups)
 
     # --- moving
     # ---------------------------------------------------------------------------------------------
@@ -307,11 +396,9 @@ class LayeredKVCache(PagedKVCache):
         group, i = self._of_layer("view", layer)
         return group.view(i)
 
-    def batch(
-        self, seq_ids: Sequence[Hashable], layer: int, *, window: int = 0, fn: str = "batch"
-    ) -> BatchTable:
-        group, i = self._of_layer(fn, layer)
-        return group.batch(seq_ids, i, window=window, fn=fn)
+    def batch(self, seq_ids: Sequence[Hashable]) -> LayeredBatch:
+        self._refuse_closed()
+        return LayeredBatch(self, [group.batch(seq_ids) for group in self.groups])
 
     def block_table(self, seq_id: Hashable, layer: int = 0) -> NDArray[np.int32]:
         """As ``PagedKVCache.block_table``, of the group of ``layer``."""
@@ -426,10 +513,6 @@ class LayeredKVCache(PagedKVCache):
     def _of_layer(self, fn: str, layer: Any) -> tuple[LayerGroup, int]:
         return self._places[self._layer(fn, layer)]
 
-    def _batch(self, fn: str, seq_ids: Sequence[Hashable], layer: int, window: int) -> BatchTable:
-        group, i = self._places[layer]
-        return group._batch(fn, seq_ids, i, window)
-
     def _write(self, changes: Callable[[LayerGroup], list[Step]]) -> None:
         """Makes the changes of every group at once, or none where one of them raises."""
 
@@ -460,6 +543,33 @@ class LayeredKVCache(PagedKVCache):
             [group._handle.look for group in self.groups],
             lambda: [at(group) for group in self.groups],
         )
+
+
+class LayeredBatch(Batch):
+    """Some sequences of a LayeredKVCache: a batch of each group."""
+
+    __slots__ = ("_each",)
+
+    def __init__(self, cache: LayeredKVCache, each: list[Batch]) -> None:
+        super().__init__(cache, each[0].seq_ids)
+        self._each = dict(zip(cache.groups, each, strict=True))
+
+    @property
+    def tables(self) -> NoReturn:
+        """Raises TypeError: each kind of layer has its own, ``cache.groups[i].batch(ids)``."""
+        raise TypeError("each kind of layer has tables of its own: cache.groups[i].batch(ids)")
+
+    def lengths(self, layer: int) -> NDArray[np.int32]:
+        of, i = self._of_layer("lengths", layer)
+        return of.lengths(i)
+
+    def _of_layer(self, fn: str, layer: Any) -> tuple[Batch, int]:
+        group, i = self._cache._of_layer(fn, layer)
+        return self._each[group], i  # type: ignore[index]
+
+    def __exit__(self, *exc: Any) -> None:
+        for of in self._each.values():
+            of.__exit__(*exc)
 
 
 def _inside(enter: Sequence[Callable[[], Any]], do: Callable[[], _T]) -> _T:

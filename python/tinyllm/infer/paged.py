@@ -29,6 +29,7 @@ from tinyllm._kv_format import format_named
 from tinyllm._not_copied import NotCopied
 from tinyllm._words import plural
 from tinyllm.errors import OutOfBlocks, TlError
+from tinyllm.ffi.handle import Handle, address_of, reading
 from tinyllm.ffi.libtinyllm import (
     TL_EBUSY,
     TL_EFORMAT,
@@ -39,19 +40,27 @@ from tinyllm.ffi.libtinyllm import (
     Step,
     load,
 )
-from tinyllm.infer.batch import BatchTable, CachedSequence
-from tinyllm.infer.blocks import NO_BLOCK, Blocks, blocks_of, fill_of
+from tinyllm.infer.batch import (
+    Batch,
+    BatchTable,
+    CachedSequence,
+    Growth,
+    Needs,
+    starts_and_counts,
+)
+from tinyllm.infer.blocks import NO_BLOCK, Blocks, Rows, fill_of
 from tinyllm.infer.layers import Layer, checked_layers
 from tinyllm.infer.memory import blocks_within, byte_count
 from tinyllm.infer.prefixes import Prefixes, Text, namespace_of, tokens_of
 from tinyllm.kv_view import KVView
+from tinyllm.threads import ThreadPool, handle_of
 
 if TYPE_CHECKING:  # loaded by the first look or swap: an engine does without
     from tinyllm.infer.stores import Store
     from tinyllm.observe.pool.picture import Picture
     from tinyllm.observe.pool.snapshot import Snapshot
 
-__all__ = ["OutOfBlocks", "PagedKVCache"]
+__all__ = ["Batch", "Needs", "OutOfBlocks", "PagedKVCache"]
 
 _NEEDED: Final[Any] = object()
 SLACK: Final = 32  # positions that layers with a window keep beyond it
@@ -206,13 +215,11 @@ class PagedKVCache(NotCopied):
     ) -> None:
         fn = "PagedKVCache"
         if layers is not None:
-            refuse_both(fn, n_layers=n_layers, n_kv_heads=n_kv_heads, d_head=d_head)
+            refuse_both(fn, "layers", n_layers=n_layers, n_kv_heads=n_kv_heads, d_head=d_head)
             integer(fn, "slack", slack, 0, INT32_MAX, ValueError)
             n_layers, n_kv_heads, d_head = len(layers), layers[0].n_kv_heads, layers[0].d_head
-        if memory is not None and num_blocks is not _NEEDED:
-            raise TypeError(
-                f"{fn}: num_blocks and memory are given, and one follows from the other"
-            )
+        if memory is not None:
+            refuse_both(fn, "memory", num_blocks=num_blocks)
         given = (1 if memory is not None else num_blocks, block_size, n_layers, n_kv_heads, d_head)
         missing = [name for name, n in zip(_SIZES, given, strict=True) if n is _NEEDED]
         if missing:
@@ -236,7 +243,6 @@ class PagedKVCache(NotCopied):
         self._finalizer.atexit = False  # Handle has its own way to end with the interpreter
         self._blocks, self.dtype = Blocks(lib, self._handle, form), form.name
         self._sequences: dict[Hashable, CachedSequence] = {}
-        self._version = 0  # changes whenever a table of a live sequence does
         self._spare: list[BatchTable] = []
         self._copies = self._failures = 0
         self._warned = False  # of values that the dtype has nothing for
@@ -407,7 +413,7 @@ class PagedKVCache(NotCopied):
         keep = -(-length // self.block_size)
         lengths = [min(held, length) for held in sequence.lengths]
         fill: list[Step] = []  # of the block that is cut, where it is this sequence's alone
-        if length % self.block_size and self._is_writable(sequence, keep - 1):
+        if length % self.block_size and self._blocks.is_writable(int(sequence.table[keep - 1])):
             cut = fill_of(min(lengths), keep - 1, self.block_size)
             fill = [self._blocks.set_fill(int(sequence.table[keep - 1]), cut)]
         said = sequence.text.cut(length, self.block_size, unsay) if sequence.text else []
@@ -416,7 +422,6 @@ class PagedKVCache(NotCopied):
             partial(setattr, sequence, "table", sequence.table[:keep].copy()),
             partial(setattr, sequence, "lengths", lengths),
             partial(setattr, sequence, "gone", min(sequence.gone, keep)),
-            partial(setattr, self, "_version", self._version + 1),
             *fill,
             self._blocks.unref(sequence.blocks()[max(0, keep - sequence.gone) :]),
         ]
@@ -455,7 +460,6 @@ class PagedKVCache(NotCopied):
         return [
             partial(setattr, sequence, "table", table),
             partial(setattr, sequence, "gone", gone),
-            partial(setattr, self, "_version", self._version + 1),
             self._blocks.unref(freed),
         ]
 
@@ -479,73 +483,165 @@ class PagedKVCache(NotCopied):
         are stored as said, and counted in ``stats()``.
         """
         layer = self._layer("append", layer)
-        rows = self._blocks.rows("append", k, v)
-        n = rows.k.shape[1]
-        with self._handle.write(), self._handle.turn:
-            self._settle()
-            sequence = self._sequence("append", seq_id)
-            begin = sequence.lengths[layer]
-            end = begin + n
-            if end > INT32_MAX:
-                raise ValueError(f"append: {begin} + {n} positions are more than {INT32_MAX}")
+        rows = self._blocks.rows("append", k, v, by_head=True)
+        n = len(rows.k)
+        starts = None if n == 1 else np.array((0, n))
+        lost = self._append("append", [seq_id], layer, rows, starts, [n], None)
+        if lost:
+            warnings.warn(lost, UserWarning, stacklevel=self._callers)
 
-            old, b = sequence.table, self.block_size
-            first, last = begin // b, -(-end // b)  # the blocks that are written: table[first:last]
-            written = range(first, min(last, len(old)))
-            copied = [i for i in written if not self._is_writable(sequence, i)]
-            fresh = self._take(seq_id, len(copied), max(0, last - len(old)))
-            table = np.concatenate((old, fresh[len(copied) :])) if len(fresh) else old
-            for i, block in zip(copied, fresh, strict=False):
-                table[i] = block
-                self._blocks.copy(int(old[i]), int(block))
-            self._blocks.write(layer, table, begin, rows)
+    def append_batch(
+        self,
+        seq_ids: Sequence[Hashable],
+        layer: int,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens: Tensor | None = None,
+        *,
+        threads: int | ThreadPool | None = None,
+    ) -> None:
+        """``append`` for a step of many sequences: the same bits, in one call.
+
+        seq_ids: the sequences, each once.
+        k, v: [total, n_kv_heads, d_head], any strides, the tokens of one sequence behind those of
+        the one before; types as for ``append``.
+        cu_seqlens: integers [B+1] that rise from 0 to total: sequence s gets the tokens from
+        cu_seqlens[s] up to cu_seqlens[s+1], which may be none. None: one each.
+        threads: who works where it pays; None is the calling thread, a count or a ThreadPool as for
+        ``paged_attention``.
+
+        The blocks of a step are taken when its first layer is appended, all or none.
+
+        >>> for layer in range(n_layers):
+        ...     cache.append_batch(["a", "b"], layer, k, v)  # [2, n_kv_heads, d_head]
+
+        Raises: OutOfBlocks, also where ``needs`` would say it; TypeError for what are no arrays of
+        real numbers, or no list of ids; ValueError for a bad shape or layer, for cu_seqlens that do
+        not fit, or a sequence that is named twice; ClosedError; ConcurrentUseError. Then nothing
+        has changed.
+        Warns: as ``append``.
+        """
+        fn = "append_batch"
+        layer = self._layer(fn, layer)
+        seq_ids = ids_in_order(fn, seq_ids)
+        rows = self._blocks.rows(fn, k, v, by_head=False)
+        starts, counts = starts_and_counts(fn, cu_seqlens, len(seq_ids), len(rows.k))
+        if len(set(seq_ids)) != len(seq_ids):
+            twice = next(seq_id for seq_id in seq_ids if list(seq_ids).count(seq_id) > 1)
+            raise ValueError(f"{fn}: sequence {twice!r} is named twice")
+        workers = handle_of(fn, threads, self.lib)
+        lost = self._append(fn, seq_ids, layer, rows, starts, counts, workers)
+        if lost:
+            warnings.warn(lost, UserWarning, stacklevel=self._callers)
+
+    def needs(self, n_tokens: Mapping[Hashable, int]) -> Needs:
+        """What a step would take from the pool that appends so many tokens to every layer of some
+        sequences; nothing is taken. A step that is planned with ``needs(...).total`` not above
+        ``available`` finds its blocks.
+
+        Where the layers of a sequence hold different numbers of positions, the longest decides.
+
+        >>> cache.needs({"a": 1, "prompt": 512})
+        Needs(fresh=32, copies=1, available=200)
+
+        Raises: TypeError for what is no mapping of integers; ValueError for a number below 0, or
+        positions that no int32 counts.
+        """
+        if not isinstance(n_tokens, Mapping):
+            raise TypeError(
+                f"needs: n_tokens must be a mapping of ids to numbers, not {n_tokens!r}"
+            )
+        counts = [
+            integer("needs", f"n_tokens[{seq_id!r}]", n, 0, INT32_MAX)
+            for seq_id, n in n_tokens.items()
+        ]
+        with self._handle.look():
+            self._settle()
+            sequences = self._found("needs", list(n_tokens))
+            ends = [max(s.lengths) + n for s, n in zip(sequences, counts, strict=True)]
+            if max(ends, default=0) > INT32_MAX or sum(counts) > INT32_MAX:
+                raise ValueError(f"needs: more than {INT32_MAX} positions")
+            width = -(-max(ends, default=0) // self.block_size)
+            held = BatchTable.of([s.table for s in sequences], None, self._spare, width)
+            starts = np.cumsum([0, *counts]).astype(np.int32)
+            needed = self._blocks.needs(held, starts, np.array(ends, np.int32))
+            self._spare.append(held)
+            stats = self._blocks.stats()
+        return Needs(*needed, stats.free + stats.cached)
+
+    def _append(
+        self,
+        fn: str,
+        seq_ids: Sequence[Hashable],
+        layer: int,
+        rows: Rows,
+        starts: NDArray[Any] | None,
+        counts: list[int],
+        workers: Handle | None,
+    ) -> str | None:
+        """Both kinds of append. What a warning has to say, if any."""
+        with self._handle.write(), self._handle.turn, reading(workers):
+            self._settle()
+            plan = Growth(self._found(fn, seq_ids), layer, counts, self.block_size)
+            if max(plan.ends, default=0) > INT32_MAX:
+                end, n = max(zip(plan.ends, counts, strict=True))
+                raise ValueError(f"{fn}: {end - n} + {n} positions are more than {INT32_MAX}")
+            if not len(rows.k):
+                return None
+            lengths, tp = np.array(plan.ends, np.int32), address_of(workers)
+            starts = None if starts is None else starts.astype(np.int32, copy=False)
+            try:  # most steps write to what is their sequences' alone
+                held = self._room(fn, seq_ids, plan)
+                self._blocks.write(layer, held, starts, lengths, rows, tp)
+            except TlError as error:
+                if error.status != TL_EBUSY:
+                    raise
+                self._blocks.give_back()
+                plan.copy_what_is_shared(self._blocks.is_writable)
+                held = self._room(fn, seq_ids, plan)
+                for old, new in plan.copied():
+                    self._blocks.copy(old, new)
+                self._blocks.write(layer, held, starts, lengths, rows, tp)
             overflowed = self._blocks.overflowed + rows.overflowed
             self._blocks.commit(
-                partial(setattr, self._blocks, "overflowed", overflowed),
-                *self._grown(sequence, layer, end, table, copied),
+                partial(setattr, self._blocks, "overflowed", overflowed), *self._grown(plan, held)
             )
-            lost = 0 if self._warned else self._blocks.unrepresentable()
-        if lost:
-            self._warned = True
-            warnings.warn(self._lost(lost), UserWarning, stacklevel=self._callers)
+            self._spare.append(held)
+            return None if self._warned else self._lost(fn)
 
-    def _lost(self, n: int) -> str:
-        """What a warning says of ``n`` values."""
-        form = self._blocks.form
-        values = plural(n, "appended value")
-        return f"append: {form.name} has nothing for {values} ({form.lost}); {form.advice}"
+    def _lost(self, fn: str) -> str | None:
+        """What a warning says, once, of values that the dtype has nothing for."""
+        n = self._blocks.unrepresentable()
+        if not n:
+            return None
+        self._warned = True
+        form, values = self._blocks.form, plural(n, "appended value")
+        return f"{fn}: {form.name} has nothing for {values} ({form.lost}); {form.advice}"
 
-    def _grown(
-        self,
-        sequence: CachedSequence,
-        layer: int,
-        end: int,
-        table: NDArray[np.uint32],
-        copied: list[int],
-    ) -> list[Step]:
-        """The second half of append, which cannot fail: the new table and length take effect."""
-        old, complete_before = sequence.table, min(sequence.lengths)
-        lengths = list(sequence.lengths)
-        lengths[layer] = end
-        complete = min(lengths)
-        steps = [partial(setattr, sequence, "lengths", lengths)]
-        if table is not old:
+    def _grown(self, plan: Growth, held: BatchTable) -> list[Step]:
+        """The second half of an append, which cannot fail: new tables and lengths take effect."""
+        steps = [plan.set_lengths()]
+        if plan.n_more or plan.n_copies:
+            steps += [plan.set_tables(), self._blocks.keep()]
+        steps += self._completed(plan, held)
+        if plan.n_copies:
+            old, new = zip(*plan.copied(), strict=True)
             steps += [
-                partial(setattr, sequence, "table", table),
-                partial(setattr, self, "_version", self._version + 1),
-                self._blocks.keep(),
+                *map(self._blocks.set_fill, new, plan.fills_of_copies()),
+                partial(setattr, self, "_copies", self._copies + plan.n_copies),
+                self._blocks.unref(old),
             ]
-        if complete > complete_before:
-            # This layer was the one that held the fills back: their blocks are among those just
-            # written.
-            steps.append(self._blocks.set_length(table, complete_before, complete))
-        for i in copied:
-            fill = fill_of(complete, i, self.block_size)
-            steps.append(self._blocks.set_fill(int(table[i]), fill))
-        if copied:
-            steps.append(partial(setattr, self, "_copies", self._copies + len(copied)))
-            steps.append(self._blocks.unref(blocks_of(old, copied)))
         return steps
+
+    def _completed(self, plan: Growth, held: BatchTable) -> list[Step]:
+        """What follows where all layers of a sequence have reached a new length: this layer was
+        the one that held the fills back, and their blocks are among those just written."""
+        if not plan.completed:
+            return []
+        places, before, after = zip(*plan.completed, strict=True)
+        tables = [held.rows[i] for i in places]
+        n_blocks = [len(plan.tables[i]) for i in places]
+        return [self._blocks.set_lengths(tables, n_blocks, before, after)]
 
     # --- the prefix index
     # -----------------------------------------------------------------------------------------
@@ -638,12 +734,11 @@ class PagedKVCache(NotCopied):
             self._blocks.commit(partial(setattr, text, "entered", text.entered + int(places[0])))
             self._blocks.give_back()
             return
-        own, table = blocks_of(sequence.table, text.entered + places), sequence.table.copy()
+        own, table = sequence.table[text.entered + places].tolist(), sequence.table.copy()
         table[text.entered + places] = twins[places]
         self._blocks.commit(
             partial(setattr, text, "entered", text.entered + n),
             partial(setattr, sequence, "table", table),
-            partial(setattr, self, "_version", self._version + bool(own)),
             self._blocks.keep(),
             self._blocks.unref(own),
         )
@@ -730,7 +825,11 @@ class PagedKVCache(NotCopied):
             if error.status != TL_EFULL:
                 raise
             self._failures += 1
-            raise OutOfBlocks(f"import_seq: sequence {seq_id!r}: {error.reason}") from error
+            stats, needed = self._blocks.stats(), self._blocks.blocks_in(memory)
+            raise OutOfBlocks(
+                f"import_seq: sequence {seq_id!r}: {error.reason}",
+                needed, stats.free, stats.cached,
+            ) from error  # fmt: skip
         return CachedSequence(table, [length] * self.n_layers)
 
     def swap_out(
@@ -838,28 +937,26 @@ class PagedKVCache(NotCopied):
         """
         layer = self._layer("view", layer)
         with self._handle.look():
+            self._refuse_closed()
             return KVView(
                 self._blocks.view(layer), self.dtype, self, owner=self._handle, lib=self.lib
             )
 
-    def batch(
-        self, seq_ids: Sequence[Hashable], layer: int, *, window: int = 0, fn: str = "batch"
-    ) -> BatchTable:
-        """The tables and lengths of some sequences for one call of ``paged_attention``, in memory
-        that is used again when the with block ends.
+    def batch(self, seq_ids: Sequence[Hashable]) -> Batch:
+        """Some sequences for the calls of a step: ``paged_attention`` takes it in place of tables
+        and lengths, which it holds in memory that is used again when the with block ends.
 
-        seq_ids: the sequences, at least one. layer: whose lengths. window: of the call; positions
-        that it does not see may have been given back. fn: the function that errors name.
+        >>> with cache.batch(["a", "b"]) as step:
+        ...     for layer in range(n_layers):
+        ...         cache.append_batch(step.seq_ids, layer, k, v)
+        ...         out = paged_attention(q, step, layer)
 
-        >>> with cache.batch(["a", "b"], layer=0) as batch:
-        ...     out = paged_attention(q, cache.view(0), batch.tables, batch.lengths)
-
-        Raises: TypeError for what is no list of ids; ValueError for a bad layer, and where a
-        sequence holds nothing in it, or not all that the window sees.
+        Raises: TypeError for what is no list of ids.
         """
-        layer = self._layer(fn, layer)
+        seq_ids = ids_in_order("batch", seq_ids)
         with self._handle.read():
-            return self._batch(fn, ids_in_order(fn, seq_ids), layer, window)
+            self._found("batch", seq_ids)
+        return Batch(self, seq_ids)
 
     def block_table(self, seq_id: Hashable, layer: int = 0) -> NDArray[np.int32]:
         """A copy of the table: int32 [ceil(longest layer / block_size)]; -1 where ``trim_front``
@@ -1068,26 +1165,11 @@ class PagedKVCache(NotCopied):
     # --- inside
     # ---------------------------------------------------------------------------------------------
 
-    def _batch(self, fn: str, seq_ids: Sequence[Hashable], layer: int, window: int) -> BatchTable:
-        """``batch``, for who reads."""
+    def _found(self, fn: str, seq_ids: Sequence[Hashable]) -> list[CachedSequence]:
         try:
-            sequences = [self._sequences[seq_id] for seq_id in seq_ids]
+            return [self._sequences[seq_id] for seq_id in seq_ids]
         except KeyError as error:
             raise KeyError(f"{fn}: no sequence {error.args[0]!r}") from None
-        lengths = [sequence.lengths[layer] for sequence in sequences]
-        if not all(lengths):
-            empty = list(seq_ids)[lengths.index(0)]
-            raise ValueError(
-                f"{fn}: sequence {empty!r} holds no position in layer {self._number_of(layer)}"
-            )
-        for seq_id, sequence, length in zip(seq_ids, sequences, lengths, strict=True):
-            if sequence.gone:
-                first = max(length - window, 0) if window > 0 else 0
-                self._refuse_gone(fn, seq_id, sequence, first)
-        width = max([len(sequence.table) for sequence in sequences], default=1)
-        batch = BatchTable.borrow(self._spare, len(sequences), width)
-        batch.fill(sequences, lengths, self._version)
-        return batch
 
     def _refuse_closed(self) -> None:
         self._handle.address  # noqa: B018  it says so
@@ -1130,22 +1212,22 @@ class PagedKVCache(NotCopied):
         one."""
         return self, self._layer(fn, layer)
 
-    def _is_writable(self, sequence: CachedSequence, i: int) -> bool:
-        """Whether the i-th block is this sequence's alone and not frozen under a hash."""
-        fill = fill_of(min(sequence.lengths), i, self.block_size)
-        return self._blocks.is_writable(int(sequence.table[i]), fill)
-
-    def _take(self, seq_id: Hashable, n_copies: int, n_more: int) -> NDArray[np.uint32]:
-        """Fresh blocks, all or none."""
-        fresh = self._blocks.take(n_copies + n_more)
+    def _room(self, fn: str, seq_ids: Sequence[Hashable], plan: Growth) -> BatchTable:
+        """The tables of an append with all its fresh blocks in them."""
+        fresh = self._blocks.take(plan.n_copies + plan.n_more)
         if fresh is not None:
-            return fresh
+            plan.give(fresh)
+            return BatchTable.of(plan.tables, None, self._spare)
+        plan.copy_what_is_shared(self._blocks.is_writable)
         self._failures += 1
         stats = self._blocks.stats()
+        one = fn == "append"
+        who = f"sequence {seq_ids[0]!r} needs" if one else f"{len(seq_ids)} sequences need"
         raise OutOfBlocks(
-            f"append: sequence {seq_id!r} needs {n_more} more blocks and {n_copies} to copy what "
-            f"is shared; {stats.free} are free and {stats.cached} cached of {self.num_blocks}"
-        )
+            f"{fn}: {who} {plan.n_more} more blocks and {plan.n_copies} to copy what is shared; "
+            f"{stats.free} are free and {stats.cached} cached of {self.num_blocks}",
+            plan.n_more + plan.n_copies, stats.free, stats.cached,
+        )  # fmt: skip
 
 
 def ids_in_order(fn: str, seq_ids: Any) -> Sequence[Hashable]:
@@ -1158,11 +1240,11 @@ def ids_in_order(fn: str, seq_ids: Any) -> Sequence[Hashable]:
     return seq_ids  # type: ignore[no-any-return]
 
 
-def refuse_both(fn: str, **sizes: Any) -> None:
-    """Raises TypeError where one of the sizes that follow from ``layers`` is given too."""
+def refuse_both(fn: str, told: str, **sizes: Any) -> None:
+    """Raises TypeError where one of the sizes that follow from what was told is given too."""
     given = [name for name, n in sizes.items() if n is not _NEEDED]
     if given:
-        raise TypeError(f"{fn}: layers and {given[0]} are given, and one follows from the other")
+        raise TypeError(f"{fn}: {told} and {given[0]} are given, and one follows from the other")
 
 
 def bytes_of(envelope: bytes | bytearray | memoryview) -> NDArray[np.uint8]:

@@ -259,7 +259,7 @@ def test_one_string_or_a_set_is_no_list_of_sequence_ids(cache: PagedKVCache, ids
     with pytest.raises(TypeError, match=f"^paged_attention_decode: {says}"):
         paged_attention_decode(numbers(1, 4, 8), cache, ids, 0)
     with pytest.raises(TypeError, match=f"^batch: {says}"):
-        cache.batch(ids, 0)
+        cache.batch(ids)
 
 
 def test_lists_tuples_and_arrays_of_ids(cache: PagedKVCache) -> None:

@@ -94,7 +94,7 @@ def test_readers_are_refused_beside_a_writer_and_free_beside_each_other(
     reads = {
         "gather": lambda: cache.gather("a", 0),
         "export_seq": lambda: cache.export_seq("a"),
-        "batch": lambda: cache.batch(["a"], 0),
+        "batch": lambda: cache.batch(["a"]),
         "decode": lambda: paged_attention_decode(ONE, cache, ["a"], 0),
         "paged_attention": lambda: paged_attention(ONE, view, table, [6]),
         "states": lambda: tinyllm.paged_attention_states(ONE, view, table, [6], 0, 1),

@@ -120,7 +120,7 @@ def test_another_mark_is_refused(lib: Lib, mark: Any) -> None:
 
 
 def test_blocks_or_memory_and_not_both(lib: Lib) -> None:
-    with pytest.raises(TypeError, match="num_blocks and memory are given"):
+    with pytest.raises(TypeError, match="memory and num_blocks are given"):
         PagedKVCache(lib=lib, num_blocks=4, memory="1GiB", **SIZES)  # type: ignore[call-overload]
     with pytest.raises(TypeError, match="PagedKVCache: num_blocks must be given"):
         PagedKVCache(lib=lib, **SIZES)

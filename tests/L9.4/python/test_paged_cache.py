@@ -808,14 +808,14 @@ def test_a_table_of_one_large_batch_is_not_kept(lib: Lib) -> None:
             cache.add_seq(seq)
             cache.append(seq, 0, *np.ones((2, 1, n, 1), np.float32))
         for ids, most in ((["long"] * 40, 16 << 20), (["short"], 1000), (["short"], 1000)):
-            with cache.batch(ids, 0) as batch:
+            with cache.batch(ids) as batch:
                 held = batch.tables.base
                 assert held is not None
                 assert held.nbytes < most
                 for table, seq in zip(batch.tables, ids, strict=True):
                     n = cache.seq_len(seq)
                     assert (table[:n] == cache.block_table(seq)).all()
-                assert batch.lengths.tolist() == [cache.seq_len(seq) for seq in ids]
+                assert batch.lengths(0).tolist() == [cache.seq_len(seq) for seq in ids]
         assert len(cache._spare) == 1
 
 

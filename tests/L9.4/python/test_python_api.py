@@ -597,7 +597,7 @@ def test_after_close_every_method_says_closed(lib: Lib) -> None:
         "truncate": lambda: cache.truncate("a", 0),
         "trim_front": lambda: cache.trim_front("a", 1),
         "view": lambda: cache.view(0),
-        "batch": lambda: cache.batch(["a"], 0),
+        "batch": lambda: cache.batch(["a"]),
         "nbytes": lambda: cache.nbytes,
         "resident_bytes": lambda: cache.resident_bytes,
         "trim": cache.trim,
