@@ -1102,7 +1102,6 @@ class PagedKVCache(NotCopied):
         from tinyllm.observe.pool.picture import Picture
 
         chosen = None if sequences is None else listed(sequences)
-
         taken, ids = self._taken()
         places = {seq_id: i for i, seq_id in enumerate(ids)}
         for seq_id in (*(mass or {}), *(chosen or [])):

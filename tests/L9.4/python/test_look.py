@@ -223,6 +223,7 @@ def test_leaks_are_called_out_with_their_blocks(cache: PagedKVCache) -> None:
     cache.lib.tl_kv_unref(cache.pool, window)
     assert f"1 owner without a reference: block {window}" in cache.look().text(80)
     assert f"1 owner without a reference: block {window}" in cache.look().svg()
+    assert "leak: 3 references without an owner: blocks 9-10, 12" in texts(cache.look().svg())
     cache.lib.tl_kv_alloc(cache.pool, 1, u32_ptr(taken))
 
 
@@ -371,6 +372,15 @@ def test_all_type_of_a_picture_has_one_size(cache: PagedKVCache, hostile: PagedK
         sized = [e for e in ET.fromstring(document).iter() if "font-size" in e.attrib]
         assert [e.tag for e in sized] == [f"{SVG}svg"]
         assert not any("transform" in e.attrib for e in ET.fromstring(document).iter())
+
+
+def test_no_leak_is_cut(lib: Lib) -> None:
+    ids = np.arange(8) * 10_000_000 + 1_000_000_000
+    blocks = np.zeros(8, BLOCK)
+    blocks["id"], blocks["refs"] = ids, 1
+    document = Picture(Snapshot(2**31 - 1, B, 1, 1, 2, 16, blocks, ())).svg()
+    said = "leak: 8 references without an owner: blocks " + ", ".join(map(str, ids))
+    assert said in " ".join(texts(document))
 
 
 def test_no_letter_leaves_its_cell(lib: Lib) -> None:

@@ -105,13 +105,16 @@ class _Page:
     def alarm(self) -> Iterator[str]:
         for warning in warnings(self.snapshot):
             self.y += 12
-            wide, said = RIGHT - LEFT, f"leak: {warning}"
+            wide = RIGHT - LEFT
+            lines = wrap(f"leak: {warning}", int((wide - 24) / COLUMN))
+            high = 9 + _LINE * len(lines)
             yield (
-                f'<rect x="{LEFT}" y="{self.y:g}" width="{wide}" height="26" rx="6" '
+                f'<rect x="{LEFT}" y="{self.y:g}" width="{wide}" height="{high}" rx="6" '
                 f'fill="{_ALARM}"/>'
             )
-            yield letters(LEFT + 12, self.y + 17.5, said, fill=PAPER, weight=600, room=wide - 24)
-            self.y += 26
+            for i, line in enumerate(lines, 1):
+                yield letters(LEFT + 12, self.y + _LINE * i, line, fill=PAPER, weight=600)
+            self.y += high
 
     # --- the map ---
 
