@@ -44,7 +44,7 @@ class LayerGroup(PagedKVCache):
     """The layers of one kind in a LayeredKVCache, to be looked at: what is written to one group
     alone the others do not have. numbers: what the model calls its layers."""
 
-    _callers = 4
+    _callers = 3
 
     def __init__(
         self, lib: Lib | None, num_blocks: int, block_size: int, kind: Layer,
@@ -299,7 +299,15 @@ class LayeredKVCache(PagedKVCache):
         self._refuse_closed()
         return 0
 
-    def _named(self, fn: str, tokens: Any, namespace: bytes, change: Any) -> NoReturn:
+    def pin(self, tokens: Any, namespace: bytes = b"") -> NoReturn:
+        """Raises LookupError: see ``add_seq``."""
+        self._refuse_text("pin", tokens, namespace)
+
+    def unpin(self, tokens: Any, namespace: bytes = b"") -> NoReturn:
+        """Raises LookupError: see ``add_seq``."""
+        self._refuse_text("unpin", tokens, namespace)
+
+    def _refuse_text(self, fn: str, tokens: Any, namespace: bytes) -> NoReturn:
         tokens_of(fn, tokens), namespace_of(fn, namespace)
         self._refuse_closed()
         raise LookupError(f"{fn}: a cache whose layers have windows keeps no texts")
@@ -391,6 +399,10 @@ class LayeredKVCache(PagedKVCache):
     @property
     def nbytes(self) -> int:
         return sum(group.nbytes for group in self.groups)
+
+    @property
+    def resident_bytes(self) -> int:
+        return sum(group.resident_bytes for group in self.groups)
 
     def view(self, layer: int) -> KVView:
         group, i = self._of_layer("view", layer)

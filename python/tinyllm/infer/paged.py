@@ -237,10 +237,11 @@ class PagedKVCache(NotCopied):
             None if trim_above is None else byte_count(fn, "trim_above", trim_above, 0)
         )
         self.lib = lib = load() if lib is None else lib
-        self._prefixes = Prefixes(fn, lib, self.block_size)
-        self._handle = self._prefixes.handle
-        self._finalizer = weakref.finalize(self, self._handle.release)
-        self._finalizer.atexit = False  # Handle has its own way to end with the interpreter
+        self._handle = Handle(fn, lib.tl_kv_pool_destroy)
+        self._prefixes = Prefixes(lib, self._handle, self.block_size)
+        for release in (self._handle.release, self._prefixes.release):
+            # Handle has its own way to end with the interpreter.
+            weakref.finalize(self, release).atexit = False
         self._blocks, self.dtype = Blocks(lib, self._handle, form), form.name
         self._sequences: dict[Hashable, CachedSequence] = {}
         self._spare: list[BatchTable] = []
@@ -1153,6 +1154,7 @@ class PagedKVCache(NotCopied):
             self._forget()
 
     def _forget(self) -> None:
+        self._prefixes.release()
         self._sequences.clear()
         self._spare.clear()
 

@@ -25,9 +25,7 @@ from tinyllm.ffi.libtinyllm import (
     PrefixBlock,
     PrefixStats,
     Step,
-    address_cell,
     i64_ptr,
-    store_address,
     u32_ptr,
 )
 
@@ -72,24 +70,17 @@ class PrefixCounts(NamedTuple):
 
 
 class Prefixes:
-    """The index, made when it is first written to, over a pool that ends with it.
+    """The index, made when it is first written to, over the pool of ``handle``."""
 
-    handle: the pool's, for whose calls all this is.
-    """
-
-    def __init__(self, fn: str, lib: Lib, block_size: int) -> None:
-        self._lib, self._block_size, self._cell = lib, block_size, address_cell()
-        self.handle = Handle(fn, self._destroy)
-
-    def _destroy(self, pool: int) -> None:
-        address, self._cell.value = self._cell.value, None
-        self._lib.tl_prefix_destroy(address)
-        self._lib.tl_kv_pool_destroy(pool)
+    def __init__(self, lib: Lib, handle: Handle, block_size: int) -> None:
+        self._lib, self._pool, self._block_size = lib, handle, block_size
+        self._handle = Handle("prefix index", lib.tl_prefix_destroy)
+        self.release = self._handle.release  # before or after the pool
 
     def _made(self) -> int:
-        if not self._cell.value:
-            store_address(self._cell, self._lib.tl_prefix_create, self.handle.address)
-        return int(self._cell.value)
+        if self._handle.closed:
+            self._handle.create(self._lib.tl_prefix_create, self._pool.address)
+        return self._handle.address
 
     def match(self, text: Text, n_tokens: int, table: NDArray[np.uint32]) -> int:
         """Writes the blocks of the longest prefix of its first ``n_tokens`` to ``table``, a
@@ -104,9 +95,9 @@ class Prefixes:
     def peek(self, namespace: bytes, tokens: array[int]) -> int:
         """How many of ``tokens`` would be found."""
         found = np.zeros(1, np.int64)
-        if self._cell.value:
+        if not self._handle.closed:
             self._lib.tl_prefix_peek(
-                self._cell.value, *_bytes(namespace), u32_ptr(_ids(tokens)), len(tokens),
+                self._handle.address, *_bytes(namespace), u32_ptr(_ids(tokens)), len(tokens),
                 i64_ptr(found),
             )  # fmt: skip
         return int(found[0])
@@ -143,15 +134,15 @@ class Prefixes:
 
     def drop(self, namespace: bytes) -> None:
         """Forgets what is under ``namespace``."""
-        if self._cell.value:
-            self._lib.tl_prefix_drop(self._cell.value, *_bytes(namespace))
+        if not self._handle.closed:
+            self._lib.tl_prefix_drop(self._handle.address, *_bytes(namespace))
 
     def counts(self) -> PrefixCounts:
         """What it has counted, and holds now."""
-        if not self._cell.value:
+        if self._handle.closed:
             return PrefixCounts()
         c = PrefixStats()
-        self._lib.tl_prefix_stats_get(self._cell.value, c)
+        self._lib.tl_prefix_stats_get(self._handle.address, c)
         return PrefixCounts(
             c.queries, c.tokens_asked, c.tokens_found, c.blocks, c.namespaces, c.pins, c.evictions,
             c.age_ns / 1e9 / max(c.evictions, 1), c.last_age_ns / 1e9,
@@ -163,7 +154,7 @@ class Prefixes:
         found = []
         for block in blocks.tolist():
             with contextlib.suppress(TlError):  # not in the index
-                look(self._cell.value, block, known)
+                look(self._handle.address, block, known)
                 found += [block] * known.pins
         return tuple(found)
 

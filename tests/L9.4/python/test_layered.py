@@ -230,10 +230,9 @@ class AgainstAModel(RuleBasedStateMachine):
             wanted, _ = reference.flash_attn_fwd(
                 q, k, v, scale=0.5, causal=True, q_offset=longest, window=layer.window
             )
-            needed = layer.window and layer.window + n - 1
-            with self.cache.batch([seq], i, window=needed) as batch:
+            with self.cache.batch([seq]) as batch:
                 got = paged_attention(
-                    q[0].transpose(1, 0, 2), self.cache.view(i), batch.tables, batch.lengths,
+                    q[0].transpose(1, 0, 2), batch, i,
                     cu_seqlens_q=[0, n], scale=0.5, window=layer.window,
                 )  # fmt: skip
             np.testing.assert_array_equal(got, wanted[0].transpose(1, 0, 2))
@@ -402,8 +401,8 @@ def test_what_would_read_a_lost_position_is_refused(cache: Any) -> None:
             "before 20",
         ):
             paged_attention_decode(q, cache, ["a"], 0, window=window)
-    with pytest.raises(ValueError, match="batch: position 0 of sequence 'a'"):
-        cache.batch(["a"], 2)
+    with pytest.raises(ValueError, match="paged_attention: position 0 of sequence 'a'"):
+        paged_attention(q, cache.batch(["a"]), 2)
     with pytest.raises(ValueError, match="gather: position 0 of sequence 'a'"):
         cache.gather("a", 0)
     with pytest.raises(ValueError, match=r"export_seq: position 0 .* a window of 5 gave up"):
@@ -690,11 +689,11 @@ def test_errors_name_the_layers_as_the_model_counts_them(cache: Any) -> None:
     cache.add_seq("a")
     cache.append("a", 0, *kv(NEAR, 2, 0))
     with pytest.raises(ValueError, match=r"sequence 'a' holds no position in layer 2"):
-        cache.batch(["a"], 2)
+        paged_attention(np.ones((1, 2, 8), F32), cache, ["a"], 2)
     with pytest.raises(ValueError, match=r"layer = 4 is outside 0 .. 3"):
         cache.append("a", 4, *kv(NEAR, 1, 0))
     for call in (cache.view, partial(cache.block_table, "a"), partial(cache.seq_len, "a"),
-                 partial(cache.gather, "a"), partial(cache.batch, ["a"])):  # fmt: skip
+                 partial(cache.gather, "a"), cache.batch(["a"]).lengths):  # fmt: skip
         with pytest.raises(ValueError, match=r"layer = 4 is outside 0 .. 3"):
             call(4)
     with pytest.raises(ValueError, match=r"k has shape .* = \(2, T, 4\)"):

@@ -656,7 +656,11 @@ class TestRefused:
             paged_attention(**given)
 
     def test_no_view(self) -> None:
-        self.refuses(TypeError, "kv must be a KVView, not tuple", kv=(self.batch.k, self.batch.v))
+        self.refuses(
+            TypeError,
+            "kv must be a KVView, a PagedKVCache or a batch of one, not tuple",
+            kv=(self.batch.k, self.batch.v),
+        )
 
     def test_q(self) -> None:
         q = self.batch.q

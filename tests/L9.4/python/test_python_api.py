@@ -614,6 +614,8 @@ def test_after_close_every_method_says_closed(lib: Lib) -> None:
         "export_seq": lambda: cache.export_seq("a"),
         "import_seq": lambda: cache.import_seq("b", b""),
         "free": lambda: cache.free("a"),
+        "needs": lambda: cache.needs({"a": 1}),
+        "append_batch": lambda: cache.append_batch(["a"], 0, k, k),
         "extend": lambda: cache.extend("a", [1]),
         "said": lambda: cache.said("a"),
         "match_len": lambda: cache.match_len([1]),
