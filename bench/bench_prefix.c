@@ -6,8 +6,9 @@
  * ops: nanoseconds a block of 16 tokens, in pools of a thousand to a million blocks that are full
  * of sequences of ten: finding and giving back, evicting, entering, becoming cached. "by hash" is
  * the same done with tl_kv_block_hash, tl_kv_register and tl_kv_lookup, in a pool of its own that
- * takes turns. Tokens are random, or all the same but for a block's last. chat: which share of the
- * tokens of prompts need not be computed, in a pool too small for all conversations. */
+ * takes turns. Tokens are random, or all the same but for a block's last. What is looked for was
+ * touched by nothing just before. chat: which share of the tokens of prompts need not be computed,
+ * in a pool too small for all conversations. */
 #include "bench.h"
 #include "tinyllm.h"
 
@@ -142,28 +143,35 @@ static void fill_pool(struct ops *u, uint32_t n_blocks)
     }
 }
 
-/* Finds n sequences of the newer half, which no eviction has reached. */
-static void look_up_some(struct ops *u, int n, uint32_t n_blocks, int turn)
+/* n sequences of the newer half, which no eviction has reached. */
+static void choose_some(const struct ops *u, int n, uint32_t n_blocks)
 {
-    const struct cache *c = &u->cache;
     for (int i = 0; i < n; i++)
         write_tokens(u->alike, u->n_seqs - 1 - bench_random() % (n_blocks / LONG / 2),
                      tokens_of[i]);
-    double at[4] = {cpu_s()};
-    int64_t found = 0;
-    for (int i = 0; c->px && i < n; i++) {
-        CHECK(tl_prefix_peek(c->px, NULL, 0, tokens_of[i], LONG * B, &found) == TL_OK);
+}
+
+static void peek_some(struct ops *u, int n, int turn)
+{
+    const double start = cpu_s();
+    for (int i = 0; i < n; i++) {
+        int64_t found = 0;
+        CHECK(tl_prefix_peek(u->cache.px, NULL, 0, tokens_of[i], LONG * B, &found) == TL_OK);
         CHECK(found == LONG * B);
     }
-    at[1] = cpu_s();
+    u->sample[PEEK][turn] = cpu_s() - start;
+}
+
+static void find_some(struct ops *u, int n, int turn)
+{
+    const double start = cpu_s();
     for (int i = 0; i < n; i++)
-        CHECK(find(c, tokens_of[i], LONG * B, tables[i]) == LONG * B);
-    at[2] = cpu_s();
+        CHECK(find(&u->cache, tokens_of[i], LONG * B, tables[i]) == LONG * B);
+    const double found = cpu_s();
     for (int i = 0; i < n; i++)
-        give_back(c, LONG, tables[i]);
-    at[3] = cpu_s();
-    for (int phase = 0; phase < 3; phase++)
-        u->sample[PEEK + phase][turn] = at[phase + 1] - at[phase];
+        give_back(&u->cache, LONG, tables[i]);
+    u->sample[FIND][turn] = found - start;
+    u->sample[GIVE_BACK][turn] = cpu_s() - found;
 }
 
 /* n new sequences take the place of those used longest ago. */
@@ -193,9 +201,10 @@ static void turn_over_some(struct ops *u, int n, int turn)
 static void print_line(const struct race *r, const char *what, double *sample, int turns,
                        double scale, const char *unit)
 {
-    const double p50 = quantile(sample, turns, 0.5) * scale, p10 = quantile(sample, turns, 0.1) * scale,
+    const double p10 = quantile(sample, turns, 0.1) * scale,
+                 p50 = quantile(sample, turns, 0.5) * scale,
                  p90 = quantile(sample, turns, 0.9) * scale;
-    printf("%-6s %-28s %-28s %8.1f %-4s (%.1f - %.1f)\n", r->group, r->size, what, p50, unit, p10,
+    printf("%-6s %-28s %-24s %8.1f %-4s (%.1f - %.1f)\n", r->group, r->size, what, p50, unit, p10,
            p90);
     if (r->json)
         fprintf(r->json,
@@ -216,7 +225,12 @@ static void bench_ops_of(struct race *r, uint32_t n_blocks, bool alike)
     }
     for (int turn = 0; turn < turns; turn++)
         for (int way = 0; way < 2; way++) {
-            look_up_some(&ways[way], n, n_blocks, turn);
+            if (way == 0) {
+                choose_some(&ways[way], n, n_blocks);
+                peek_some(&ways[way], n, turn);
+            }
+            choose_some(&ways[way], n, n_blocks);
+            find_some(&ways[way], n, turn);
             turn_over_some(&ways[way], n, turn);
         }
     snprintf(r->size, sizeof r->size, "%u blocks, %s", n_blocks, alike ? "all alike" : "random");

@@ -38,10 +38,10 @@ struct kv_block {
     uint32_t fill;   /* positions that hold data; 0 while free */
     uint32_t next;   /* free: the next free block; cached: the one used next after this */
     /* cached: the one used last before this; used: for notes of who looks at tables (kv_append.c,
-     * kv_reserve.c); free: whether it has memory (kv_trim.c) */
+     * kv_reserve.c, prefix.c); free: whether it has memory (kv_trim.c) */
     uint32_t prev;
-    /* registered: the next block in the same bucket; in the prefix index: this block's own id, which
-     * it is nowhere else */
+    /* registered: the next block in the same bucket; in the prefix index: this block's own id,
+     * which it is nowhere else */
     uint32_t chain;
     uint32_t bucket; /* of bucket number <this block's id>: its first block */
 };

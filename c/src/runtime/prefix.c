@@ -11,8 +11,8 @@
  * cached block has nothing behind it. Every node keeps how many of its children are out. */
 #include <inttypes.h>
 #include <string.h>
-#include <sys/random.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "runtime/fail.h"
 #include "runtime/kv_inner.h"
@@ -43,8 +43,8 @@ struct tl_prefix {
     struct tree *spaces; /* in order of length, then bytes */
     tl_prefix_stats stats;
     tl_allocator owner;
-    uint32_t *tokens; /* [n_blocks][block_tokens] */
-    struct node node[];
+    uint32_t *tokens;             /* [n_blocks][block_tokens] */
+    _Alignas(64) struct node node[]; /* [n_blocks] */
 };
 
 _Static_assert(sizeof(struct node) == 64, "a node is a cache line");
