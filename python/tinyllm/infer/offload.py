@@ -88,8 +88,10 @@ def put(fn: str, lib: Lib, store: Store, key: str, body: Any, extra: bytes = b""
         store[key] = entry
     except Exception as error:
         raise _failed(fn, "keep", key, error) from error
-    found = _read(fn, store, key)
-    if found is None or bytes(found) != entry:
+    found = _fetch(fn, store, key)
+    if type(found) is not bytes:  # two of them are compared much faster
+        found = _view(fn, key, found)
+    if found != entry:
         raise StoreError(f"{fn}: the store does not give {key!r} back as it was stored")
 
 
@@ -130,14 +132,24 @@ def discard(fn: str, store: Store, keys: list[str]) -> None:
 
 
 def _read(fn: str, store: Store, key: str) -> memoryview | None:
+    return _view(fn, key, _fetch(fn, store, key))
+
+
+def _fetch(fn: str, store: Store, key: str) -> Any:
+    """What the store has, None for nothing."""
     if not isinstance(store, Store):
         raise TypeError(f"{fn}: store must be a mapping of str to bytes, not {store!r}")
     try:
-        found = store[key]
+        return store[key]
     except KeyError:
         return None
     except Exception as error:
         raise _failed(fn, "give", key, error) from error
+
+
+def _view(fn: str, key: str, found: Any) -> memoryview | None:
+    if found is None:
+        return None
     try:
         return memoryview(found).cast("B")
     except TypeError:

@@ -318,7 +318,7 @@ def test_what_is_cut_or_longer_or_no_bytes_is_refused(swapped: tuple[PagedKVCach
     cache, store = swapped
     for key, entry in list(store.items()):
         wrong: list[Any] = [entry[:n] for n in range(len(entry))]
-        wrong += [entry + b"\0", entry + entry, bytes(len(entry)), "text", None, 7]
+        wrong += [entry + b"\0", entry + entry, bytes(len(entry)), "text", 7]
         for bad in wrong:
             store[key] = bad
             assert_refused(cache, store)
@@ -463,8 +463,13 @@ class Failing(dict[str, Any]):
 
 
 def whole_somewhere(cache: PagedKVCache, store: dict[str, Any], wanted: bytes) -> None:
-    """Sequence "a" is in the cache, or can be had from the store."""
+    """Sequence "a" is in the cache, or can be had from the store; and a store that has its head has
+    all of it."""
     assert cache.snapshot().counters["leaked"] == 0
+    if dict.__contains__(store, "str-a/head"):
+        cache.swap_in("again", dict.copy(store), key="str-a")
+        assert bytes(cache.export_seq("again")) == wanted
+        cache.free("again")
     if "a" not in cache:
         cache.swap_in("a", dict.copy(store))
     assert bytes(cache.export_seq("a")) == wanted
