@@ -109,7 +109,7 @@ def test_the_metadata_says_what_it_needs_and_no_more(dist: Path, version: str) -
     assert metadata["License-Expression"] == "MIT"
     needs = metadata.get_all("Requires-Dist", [])
     assert [need for need in needs if "extra ==" not in need] == ["numpy>=1.26"]
-    assert metadata.get_all("Provides-Extra") == ["hf"]
+    assert metadata.get_all("Provides-Extra") == ["fsspec", "hf"]
 
 
 # --- installing them

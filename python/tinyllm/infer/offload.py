@@ -297,11 +297,11 @@ def swap_out(
 ) -> None:
     """``PagedKVCache.swap_out``"""
     fn, blocks = "swap_out", cache._blocks
-    cache._refuse_closed()
-    seen = _Seen(cache, seq_id, cache._sequence(fn, seq_id))
-    key = key_of(fn, seq_id, key)
+    with cache._handle.look():
+        cache._refuse_closed()
+        seen = _Seen(cache, seq_id, cache._sequence(fn, seq_id))
+    key, held = key_of(fn, seq_id, key), seen.table[seen.gone :].tolist()
     _make_room(fn, blocks, store, key, replace)
-    held = seen.sequence.blocks()
     per_part = max(1, _PART_BYTES // blocks.block_bytes)
     parts = [range(i, min(i + per_part, len(held))) for i in range(0, len(held), per_part)]
     left: list[bool] = []  # True once the sequence is no longer in the cache

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterator, MutableMapping
 from pathlib import Path
@@ -38,13 +39,14 @@ class MemoryStore(MutableMapping[str, bytes]):
     """A store in this process's memory, outside every pool.
 
     limit: bytes, or a text like "4GiB", that all it keeps may take together; what goes beyond it
-    raises StoreError. None: there is no limit. Threads: each of its calls is whole or nothing, but
-    two that store at once may pass the limit by one of theirs.
+    raises StoreError. None: there is no limit. Any number of threads may use it.
     """
 
     def __init__(self, limit: int | str | None = None) -> None:
         self.limit = None if limit is None else byte_count("MemoryStore", "limit", limit)
         self._kept: dict[str, bytes] = {}
+        self._lock = threading.Lock()
+        self._counted = 0  # bytes of all it keeps, or more where an interrupt came between
 
     @property
     def nbytes(self) -> int:
@@ -55,16 +57,22 @@ class MemoryStore(MutableMapping[str, bytes]):
         return self._kept[key]
 
     def __setitem__(self, key: str, value: bytes) -> None:
-        wanted = self.nbytes - len(self._kept.get(key, b"")) + len(value)
-        if self.limit is not None and wanted > self.limit:
-            raise StoreError(
-                f"MemoryStore: {human_bytes(wanted)} would be more than its limit of "
-                f"{human_bytes(self.limit)}"
-            )
-        self._kept[key] = bytes(value)
+        with self._lock:
+            grown = len(value) - len(self._kept.get(key, b""))
+            if self.limit is not None and self._counted + grown > self.limit:
+                self._counted = self.nbytes
+                if self._counted + grown > self.limit:
+                    raise StoreError(
+                        f"MemoryStore: {human_bytes(self._counted + grown)} would be more than its "
+                        f"limit of {human_bytes(self.limit)}"
+                    )
+            self._counted += max(grown, 0)
+            self._kept[key] = bytes(value)
+            self._counted += min(grown, 0)
 
     def __delitem__(self, key: str) -> None:
-        del self._kept[key]
+        with self._lock:
+            self._counted -= len(self._kept.pop(key))
 
     def __iter__(self) -> Iterator[str]:
         return iter(list(self._kept))

@@ -564,6 +564,17 @@ def test_a_full_store_keeps_what_it_had(lib: Lib) -> None:
         assert "b" in cache
         for key in held:  # in place of its own an entry has room
             store[key] = bytes(len(held[key]))
+        store["one"] = bytes(1500 - store.nbytes)
+        with pytest.raises(StoreError):
+            store["two"] = b"1"
+        with pytest.raises(StoreError):
+            store["one"] += b"1"
+        store["one"] = b""
+        store["two"] = bytes(1500 - store.nbytes)
+        for key in held:
+            del store[key]
+        store["one"] = bytes(1500 - store.nbytes)
+        assert store.nbytes == 1500
         with pytest.raises(ValueError, match="MemoryStore: limit"):
             MemoryStore("much")
 
