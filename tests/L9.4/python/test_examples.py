@@ -64,6 +64,16 @@ def digest(rows: NDArray[np.float32]) -> str:
 # --- what they print ------------------------------------------------------------------------------
 
 
+def every_answer_as_alone(printed: str) -> None:
+    """What the loop computed is each request's own; the one that was cancelled has less."""
+    requests = re.findall(r"^request (\d): (\d+) \+ +(\d+) tokens, (.*)$", printed, re.M)
+    sizes = [(str(i), str(43 + 5 * i)) for i in range(8)]
+    assert [(i, prompt) for i, prompt, _, _ in requests] == sizes
+    assert [(n, how) for i, _, n, how in requests if i != "4"] == [("12", "as alone")] * 7
+    assert requests[4][3] == "cancelled"
+    assert re.search(r"^\d+ tokens computed, \d+ found, [1-9]\d* times put off$", printed, re.M)
+
+
 def lines(*expected: str) -> Callable[[str], None]:
     def check(printed: str) -> None:
         assert printed.splitlines() == list(expected)
@@ -147,12 +157,14 @@ EXPECTED: dict[str, Callable[[str], None]] = {
     "13_your_arrays.py": near_float64,
     "14_same_bits.py": one_digest_for_the_row,
     "15_prefix_cache.py": lines(
-        "0 tokens were there, 9 computed: blocks [0, 1, 2]",
-        "8 tokens were there, 2 computed: blocks [0, 1, 3]",
-        "both live:     {'free': 4, 'used': 4, 'cached': 0, 'evictions': 0, 'unrepresentable': 0}",
-        "both finished: {'free': 6, 'used': 0, 'cached': 2, 'evictions': 0, 'unrepresentable': 0}",
-        "4 tokens were there, 3 computed: blocks [0, 3]",
+        "anna    0 of  9 tokens were there: blocks [0, 1, 2]",
+        "ben     6 of  8 tokens were there: blocks [0, 3]",  # 4 of one block, 2 of the next
+        "anna   12 of 13 tokens were there: blocks [0, 1, 2, 4]",
+        "eve     0 of  8 tokens were there: blocks [5, 6]",
+        "18 of 34 tokens found; {'free': 1, 'used': 7, 'cached': 0, 'evictions': 0, "
+        "'unrepresentable': 0}",
     ),
+    "16_serve.py": every_answer_as_alone,
 }
 
 
