@@ -62,9 +62,10 @@ def test_an_append_copies_nothing_on_the_way(
             offered.extend([key.data_ptr(), value.data_ptr()])
             return attend(layer, query, key, value, *rest)
 
-        def note(layer: int, table: Any, begin: int, rows: Any) -> None:
+        def note(layer: int, *step: Any) -> None:
+            rows = step[3]
             written.extend([rows.k.ctypes.data, rows.v.ctypes.data])
-            write(layer, table, begin, rows)
+            write(layer, *step)
 
         monkeypatch.setattr(cache, "attend", watch)
         monkeypatch.setattr(blocks, "write", note)

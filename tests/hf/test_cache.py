@@ -12,7 +12,7 @@ import pytest
 import torch
 from tiny import CACHE, config_of, generate, models, padded, prompts
 from tinyllm import ClosedError, OutOfBlocks
-from tinyllm.hf import PagedCache
+from tinyllm.hf import PagedCache, new_kv
 
 
 @pytest.fixture(scope="module")
@@ -245,3 +245,96 @@ def test_a_dtype_that_is_none_is_refused(model: Any) -> None:
     for wrong in ("fp8", torch.float64, None):
         with pytest.raises(TypeError, match="PagedCache: dtype must be one of float16, bfloat16"):
             PagedCache(model.config, dtype=wrong)
+
+
+# --- texts that were there before
+
+
+@pytest.fixture
+def kv(model: Any) -> Iterator[Any]:
+    with new_kv(model.config, num_blocks=64, block_size=4) as kv:
+        yield kv
+
+
+def answered(model: Any, kv: Any, text: list[int], n: int, namespace: bytes = b"") -> Any:
+    """What generate() answers over a pool that others use too, and how many columns were there."""
+    with PagedCache(model.config, prefix=kv) as cache:
+        found = cache.recall(torch.tensor([text]), namespace)
+        assert cache.n_columns == found
+        out = generate(model, padded([text]), cache, n=n).sequences
+        cache.remember(out)
+    return out[0].tolist(), found
+
+
+def test_what_a_cache_remembers_another_recalls_to_the_token(model: Any, kv: Any) -> None:
+    text = prompts(22)[0]
+    first, found = answered(model, kv, text, 6)
+    assert found == 0
+    again, found = answered(model, kv, text, 6)
+    assert (again, found) == (first, 21)  # the last token's output is wanted
+    other = [*text[:9], (text[9] + 1) % 97, *text[10:]]
+    assert answered(model, kv, other, 6)[1] == 9
+    turn = [*first, 5, 6, 7]
+    answer, found = answered(model, kv, turn, 6)
+    assert found == (len(first) - 1) // 4 * 4
+    with PagedCache(model.config, num_blocks=32, block_size=4) as alone:
+        assert answer == generate(model, padded([turn]), alone, n=6).sequences[0].tolist()
+    assert kv.stats()["used"] == 0
+
+
+def test_recalled_rows_of_a_batch_begin_where_all_have_something(model: Any, kv: Any) -> None:
+    text = prompts(16)[0]
+    answered(model, kv, text, 2)
+    rows = torch.tensor([text, [*text[:6], *[3] * 10]])
+    with PagedCache(model.config, prefix=kv) as cache:
+        assert cache.recall(rows) == 6
+        got = generate(model, padded(rows.tolist()), cache, n=5).sequences
+    with PagedCache(model.config, num_blocks=32, block_size=4) as alone:
+        assert torch.equal(got, generate(model, padded(rows.tolist()), alone, n=5).sequences)
+
+
+def test_a_namespace_recalls_its_own(model: Any, kv: Any) -> None:
+    text = prompts(16)[0]
+    answered(model, kv, text, 2, b"a")
+    assert answered(model, kv, text, 2, b"b")[1] == 0
+    assert answered(model, kv, text, 2, b"a")[1] == 15
+
+
+def test_what_cannot_be_recalled_or_remembered_changes_nothing(model: Any, kv: Any) -> None:
+    ids = torch.tensor(prompts(8))
+    own = PagedCache(model.config, num_blocks=8)
+    with own, pytest.raises(ValueError, match="recall: this cache was made without prefix"):
+        own.recall(ids)
+    with PagedCache(model.config, prefix=kv) as cache:
+        for bad in (ids[0], [[1, 2]], ids[:, :0]):
+            with pytest.raises(ValueError, match=r"token ids are \[B,T\]"):
+                cache.recall(bad)
+        read(model, cache, ids.tolist())
+        with pytest.raises(ValueError, match="holds a text already"):
+            cache.recall(ids)
+        with pytest.raises(ValueError, match="7 columns, and the cache holds 8"):
+            cache.remember(ids[:, :7])
+        cache.batch_repeat_interleave(2)
+        with pytest.raises(ValueError, match="none chosen, repeated or padded"):
+            cache.remember(ids.repeat(2, 1))
+        assert kv.prefix_stats()["blocks"] == 0
+    with pytest.raises(TypeError, match="prefix must be a PagedKVCache"):
+        PagedCache(model.config, prefix=7)
+    other = config_of("llama", num_hidden_layers=2)
+    with pytest.raises(ValueError, match="prefix has layers, KV heads and width"):
+        PagedCache(other, prefix=kv)
+
+
+def test_a_failed_forward_leaves_nothing_to_be_recalled_wrongly(model: Any) -> None:
+    """The blocks of a forward that found no room say nothing under the tokens of the next one."""
+    with new_kv(model.config, num_blocks=6, block_size=4) as kv:
+        first, second = prompts(30, 20)
+        with PagedCache(model.config, prefix=kv) as cache:
+            cache.recall(torch.tensor([first]))
+            with pytest.raises(OutOfBlocks):
+                read(model, cache, [first])
+            read(model, cache, [second])
+            cache.remember(torch.tensor([second]))
+        with PagedCache(model.config, prefix=kv) as cache:
+            assert cache.recall(torch.tensor([first])) == 0
+            assert cache.recall(torch.tensor([second])) == 19

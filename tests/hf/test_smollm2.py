@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tiny import apart, apart_from, generate, padded
-from tinyllm.hf import PagedCache, forward_packed, new_kv
+from tinyllm.hf import PagedCache, forward_packed, make_batch_invariant, new_kv
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
@@ -94,6 +94,29 @@ def test_packed_it_answers_the_same(
                 .tolist()
             )
         assert answer[: len(one)] == one
+
+
+def test_a_second_turn_has_the_logits_of_a_cold_start(file: GGUF, words: BpeTokenizer) -> None:
+    """Bit for bit: what prefill and decode of the first turn left in the pool is what reading both
+    turns at once computes."""
+    model = torch_model(file, "tinyllm")
+    make_batch_invariant(model)
+    text = words.encode(words.turn("user", QUESTIONS[0]) + words.opening("assistant"))
+    with new_kv(model.config, num_blocks=32) as kv, new_kv(model.config, num_blocks=32) as cold:
+        kv.add_seq("first", tokens=text)
+        for _ in range(40):
+            row = forward_packed(model, kv, {"first": text[kv.seq_len("first") :]})[0]
+            text.append(int(row.argmax()))
+            kv.extend("first", text[-1:])
+        kv.free("first")
+        text += words.encode(words.turn("user", QUESTIONS[1]) + words.opening("assistant"))
+        found = kv.add_seq("second", tokens=text, leave=1)
+        held = len(text) - len(words.encode(words.turn("user", QUESTIONS[1])
+                                            + words.opening("assistant"))) - 1  # fmt: skip
+        assert found == held // 16 * 16 >= 48
+        warm = forward_packed(model, kv, {"second": text[found:]})
+        cold.add_seq("both")
+        assert torch.equal(warm, forward_packed(model, cold, {"both": text}))
 
 
 def test_its_weights_are_those_that_transformers_reads(model: Any) -> None:

@@ -247,7 +247,7 @@ class PagedCache(Cache):  # type: ignore[misc]
         with self._lock:
             self._settle()
             kv = self.kv
-            if kv is None or self._past.rows:
+            if kv is None or self._past.n_columns:
                 what = "holds a text already: reset() first" if kv else "was made without prefix"
                 raise ValueError(f"recall: this cache {what}")
             ids = _rows_of_ids("recall", input_ids)

@@ -109,9 +109,8 @@ class Packed:
                     f"Packed: sequence {seq_id!r} holds {now} positions in layer {layer}, not "
                     f"{held} as when the batch was made; a batch serves one forward"
                 )
-        k, v = as_stored(key)[0], as_stored(value)[0]
-        for seq_id, begin, end in zip(self._seq_ids, self._starts, self._starts[1:], strict=False):
-            self._kv.append(seq_id, layer, k[:, begin:end], v[:, begin:end])
+        k, v = (as_stored(side)[0].transpose(1, 0, 2) for side in (key, value))
+        self._kv.append_batch(self._seq_ids, layer, k, v, self._starts)
         out = new_f32(1, n_rows, n_heads, width)
         attend_sequences(
             self._kv, layer, self._seq_ids, self._starts, rows_of(query), scoring, self._threads,
