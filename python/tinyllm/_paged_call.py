@@ -45,6 +45,8 @@ from tinyllm.threads import ThreadPool, handle_of
 # bytes: rows that need more are enough to keep every thread busy one by one
 _MOST_WORKSPACE = 1 << 26
 
+_U32 = np.dtype(np.uint32)  # the one instance that arrays of it have
+
 
 class PagedCall:
     """What every call over a view is told. Arrays are as the library reads them, and live as long
@@ -335,7 +337,9 @@ def _starts(fn: str, cu_seqlens_q: Any, n_batch: int, n_rows: int) -> NDArray[np
 
 def _tables(fn: str, tables: Any, n_batch: int) -> NDArray[np.uint32]:
     """The tables as uint32 [B, n >= 1]; what they do not have, or is negative, names no block."""
-    if isinstance(tables, (list, tuple)):
+    if type(tables) is np.ndarray and tables.dtype is _U32 and tables.flags.carray and tables.size:
+        ids = with_axes(fn, "block_tables", tables, 2)
+    elif isinstance(tables, (list, tuple)):
         rows = [_block_ids(fn, f"block_tables[{s}]", row, 1) for s, row in enumerate(tables)]
         padded = np.full((len(rows), max([1, *map(len, rows)])), UINT32_MAX, np.uint32)
         for line, row in zip(padded, rows, strict=True):

@@ -60,8 +60,8 @@ class AbiMismatch(RuntimeError):
 class OutOfBlocks(RuntimeError):
     """The pool cannot give the blocks a call needs; nothing was changed.
 
-    needed: how many those are, copies of shared blocks included; free, cached: how many there are
-    of either. So ``needed - free - cached`` are missing.
+    message: what was wanted, in words. needed: how many blocks, copies of shared ones included;
+    free, cached: how many there are of either. So ``needed - free - cached`` are missing.
     """
 
     def __init__(self, message: str = "", needed: int = 0, free: int = 0, cached: int = 0) -> None:

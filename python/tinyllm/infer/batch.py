@@ -89,39 +89,39 @@ class Growth:
     tables, ends: [B] tables with the blocks that it was given, and lengths of the layer. n_more,
     n_copies: how many blocks it has to be given: behind the last, and to copy those that are not
     their sequence's alone. completed: (place in the batch, before, after) of each sequence of which
-    every layer then holds more positions, and how many that were and are.
+    every layer then holds more positions, and how many that were and are. kept: blocks that others
+    copy and their last holder then writes to.
     """
 
     __slots__ = (
-        "_begins", "_block_size", "_copies", "_lengths", "_more", "_sequences", "completed", "ends",
-        "n_more", "tables",
+        "_block_size", "_copies", "_layer", "_lengths", "_more", "_sequences", "completed", "ends",
+        "kept", "n_more", "tables",
     )  # fmt: skip
 
     def __init__(
         self, sequences: list[CachedSequence], layer: int, counts: list[int], block_size: int
     ) -> None:
         """``counts``: how many positions of ``layer`` each gets."""
-        self._sequences, self._block_size = sequences, block_size
-        self.tables = [sequence.table for sequence in sequences]
-        self._begins = [sequence.lengths[layer] for sequence in sequences]
-        self.ends = [begin + n for begin, n in zip(self._begins, counts, strict=True)]
-        self._lengths = [sequence.lengths.copy() for sequence in sequences]
+        self._sequences, self._layer, self._block_size = sequences, layer, block_size
+        self._lengths: list[list[int]] = []
+        self.ends: list[int] = []
         self.completed: list[tuple[int, int, int]] = []
-        for i, (lengths, begin, end) in enumerate(
-            zip(self._lengths, self._begins, self.ends, strict=True)
-        ):
-            lengths[layer] = end
-            if begin not in lengths:  # else another layer holds them all back
-                before, after = min(sequences[i].lengths), min(lengths)
-                if after > before:
-                    self.completed.append((i, before, after))
-        self._more = [
-            (i, more)
-            for i, (table, end) in enumerate(zip(self.tables, self.ends, strict=True))
-            if (more := -(-end // block_size) - len(table)) > 0
-        ]
-        self.n_more = sum([more for _, more in self._more])
+        self._more: list[tuple[int, int]] = []  # places in the batch, and blocks
         self._copies: list[tuple[int, int]] = []  # places in the batch, and in the table
+        self.n_more, self.kept = 0, set[int]()
+        for i, (sequence, n) in enumerate(zip(sequences, counts, strict=True)):
+            lengths = sequence.lengths.copy()
+            begin = lengths[layer]
+            lengths[layer] = end = begin + n
+            self._lengths.append(lengths)
+            self.ends.append(end)
+            # Where another layer stands where this one did, or further back, it holds them back.
+            if begin not in lengths and (complete := min(lengths)) > begin:
+                self.completed.append((i, begin, complete))
+            if end > len(sequence.table) * block_size:
+                more = -(-end // block_size) - len(sequence.table)
+                self._more.append((i, more))
+                self.n_more += more
 
     @property
     def n_copies(self) -> int:
@@ -132,16 +132,17 @@ class Growth:
         how many sequences of the batch have given it up before): of the holders of a block that
         all write to it the last one keeps it."""
         b, leaving = self._block_size, Counter[int]()
-        self._copies = []
-        for i, (sequence, begin, end) in enumerate(
-            zip(self._sequences, self._begins, self.ends, strict=True)
-        ):
+        self._copies, self.kept = [], set()
+        for i, (sequence, end) in enumerate(zip(self._sequences, self.ends, strict=True)):
+            begin = sequence.lengths[self._layer]
             written = range(begin // b, min(-(-end // b), len(sequence.table)))
             for place in written if end > begin else ():
-                block = int(sequence.table[place])
+                block = sequence.table.item(place)
                 if not is_writable(block, leaving[block]):
                     leaving[block] += 1
                     self._copies.append((i, place))
+                elif leaving[block]:
+                    self.kept.add(block)
 
     def give(self, fresh: NDArray[np.uint32]) -> None:
         """n_copies + n_more blocks."""
@@ -158,14 +159,15 @@ class Growth:
     def copied(self) -> list[tuple[int, int]]:
         """Of each copy the block it is of, and the block it is."""
         return [
-            (int(self._sequences[i].table[place]), int(self.tables[i][place]))
+            (self._sequences[i].table.item(place), self.tables[i].item(place))
             for i, place in self._copies
         ]
 
-    def fills_of_copies(self) -> list[int]:
-        """How many positions of each copy every layer then holds."""
+    def fills_of_copies(self) -> list[tuple[int, int]]:
+        """Each copy, and how many positions of it every layer then holds."""
         return [
-            fill_of(min(self._lengths[i]), place, self._block_size) for i, place in self._copies
+            (self.tables[i].item(place), fill_of(min(self._lengths[i]), place, self._block_size))
+            for i, place in self._copies
         ]
 
     def set_lengths(self) -> Step:
@@ -179,28 +181,24 @@ class BatchTable:
     """Copies of some block tables, one below the other: uint32 [rows, width]. Entries behind the
     last of a table name no block.
 
-    ptr, rows: to all of them, and to each.
+    ptr: to all of them.
     """
 
-    __slots__ = ("_copied", "_table", "ptr", "rows", "width")
+    __slots__ = ("_copied", "_table", "ptr", "width")
 
     def __init__(self, rows: int, width: int) -> None:
         self.width = width
         self._table = np.empty((rows, width), np.uint32)
-        self.ptr, self.rows = u32_ptr(self._table), [u32_ptr(row) for row in self._table]
+        self.ptr = u32_ptr(self._table)
         self._copied: list[NDArray[np.uint32] | None] = [None] * rows  # what each row is a copy of
 
     @classmethod
     def of(
-        cls,
-        tables: list[NDArray[np.uint32]],
-        held: BatchTable | None,
-        spare: list[BatchTable],
-        width: int = 1,
+        cls, tables: list[NDArray[np.uint32]], held: BatchTable | None, spare: list[BatchTable]
     ) -> BatchTable:
         """``tables``, in ``held`` where there is room, else in one of ``spare``, which nobody else
-        has from then on, or a new one. width: the least there is to be."""
-        rows, width = len(tables), max(width, *map(len, tables), 1)
+        has from then on, or a new one."""
+        rows, width = len(tables), max(1, *map(len, tables)) if tables else 1
         if held is None and spare:
             held = spare.pop()
         if held is None or not held._suits(rows, width):

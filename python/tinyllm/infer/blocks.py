@@ -7,6 +7,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from functools import partial
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -35,6 +36,7 @@ from tinyllm.ffi.libtinyllm import (
     f32_ptr,
     i32_ptr,
     memory_at,
+    step_for_all,
     u32_ptr,
     u64_ptr,
 )
@@ -59,9 +61,11 @@ class Rows(NamedTuple):
 class Blocks:
     """``n_blocks`` blocks of K and V in one format, and the counters that the pool does not keep.
 
-    fresh: what a call took from the pool and no table names yet. Where the call does not end well,
-    ``give_back`` returns it before the next one begins. high_water: the most blocks in use at once.
-    overflowed: values that became infinite where the pool could not see it.
+    fresh: what a call took from the pool and no table names yet. given_up: blocks of which it has
+    given up references that tables still stand for, one for each time they stand there. Where the
+    call does not end well, ``give_back`` undoes both before the next one begins.
+    high_water: the most blocks in use at once. overflowed: values that became infinite where the
+    pool could not see it.
     touched: the most blocks that hold memory. The pool takes what was freed last first, so these
     are the blocks that were ever used at once; ``trim`` takes some away.
     """
@@ -69,6 +73,7 @@ class Blocks:
     def __init__(self, lib: Lib, handle: Handle, form: KvFormat) -> None:
         self.lib, self.handle, self.form = lib, handle, form
         self.fresh: NDArray[np.uint32] | None = None
+        self.given_up: list[int] = []
         self.high_water = self.overflowed = self.touched = 0
         self._views: dict[int, KvView] = {}
 
@@ -127,11 +132,10 @@ class Blocks:
         """The i-th of what is ``fresh`` is given back."""
         return [self.unref([int(fresh[i])]), partial(fresh.__setitem__, i, NO_BLOCK)]
 
-    def needs(
+    def copies(
         self, tables: BatchTable, starts: NDArray[np.int32], lengths: NDArray[np.int32]
-    ) -> tuple[int, int]:
-        """How many blocks a step would take for new positions only, and how many as copies;
-        arguments as for ``write``."""
+    ) -> int:
+        """How many blocks a step would copy; arguments as for ``write``."""
         needs = KvNeeds()
         try:
             self.lib.tl_kv_reserve(
@@ -141,13 +145,17 @@ class Blocks:
         except TlError as error:
             if error.status != TL_EFULL:
                 raise
-        return needs.fresh, needs.copies
+        return int(needs.copies)
+
+    def give_up(self, blocks: list[int]) -> None:
+        """Before the tables change, a reference on each of these, which somebody else holds too."""
+        all_at_once([partial(setattr, self, "given_up", blocks), self.unref(blocks)])
 
     def give_back(self) -> None:
-        """Returns what is ``fresh``, if a call that did not end well has left any."""
+        """Undoes what a call that did not end well has left."""
         if self.fresh is not None:
             taken = self.fresh[self.fresh != NO_BLOCK].tolist()
-            all_at_once([self.unref(taken), self.keep()])
+            all_at_once([self.ref(self.given_up), self.unref(taken), self.keep()])
 
     def commit(self, *steps: Step) -> None:
         """What a write changes, all of it. Raises TlError where the pool refused a part, which
@@ -159,8 +167,8 @@ class Blocks:
                 raise self.lib.failure("PagedKVCache", refused[0])
 
     def keep(self) -> Step:
-        """What is ``fresh`` is its sequence's from now on."""
-        return partial(setattr, self, "fresh", None)
+        """What is ``fresh`` is its sequence's from now on, and ``given_up`` is no more."""
+        return step_for_all(setattr, repeat(self), ("fresh", "given_up"), (None, []))
 
     def ref(self, blocks: list[int]) -> Step:
         """One more holder for each."""
@@ -189,21 +197,14 @@ class Blocks:
     # --- fills
     # ---------------------------------------------------------------------------------------------
 
-    def set_fill(self, block: int, fill: int) -> Step:
-        """``fill`` positions of a block are held by every layer."""
-        return self.lib.tl_kv_set_fill.step(self.handle.address, block, fill)
+    def set_fills(self, fills: Sequence[tuple[int, int]]) -> Step:
+        """Of each block, how many positions every layer holds."""
+        return self.lib.tl_kv_set_fill.steps(self.handle.address, *zip(*fills, strict=True))
 
-    def set_lengths(
-        self,
-        tables: Sequence[Any],
-        n_blocks: Sequence[int],
-        before: Sequence[int],
-        after: Sequence[int],
-    ) -> Step:
-        """``set_fill`` for the blocks between two lengths of each of some sequences; ``tables`` are
-        pointers."""
-        columns = tables, n_blocks, before, after
-        return self.lib.tl_kv_set_length.steps(self.handle.address, *columns)
+    def set_length(self, table: NDArray[np.uint32], before: int, after: int) -> Step:
+        """``set_fills`` for the blocks between two lengths of a sequence."""
+        span = u32_ptr(table), len(table), before, after
+        return self.lib.tl_kv_set_length.step(self.handle.address, *span)
 
     def is_writable(self, block: int, leaving: int = 0) -> bool:
         """Whether a used block is one holder's alone, when ``leaving`` others have given it up, and

@@ -439,7 +439,8 @@ def _fills(blocks: Blocks, sequence: CachedSequence) -> list[Step]:
     """What every layer holds of each block: an envelope says what any does."""
     complete, b = min(sequence.lengths), blocks.block_size
     behind = range(max(complete // b, sequence.gone), len(sequence.table))
-    return [blocks.set_fill(int(sequence.table[i]), fill_of(complete, i, b)) for i in behind]
+    fills = [(int(sequence.table[i]), fill_of(complete, i, b)) for i in behind]
+    return [blocks.set_fills(fills)] if fills else []
 
 
 def _told(progress: Progress | None, total: int) -> Callable[[int], object]:

@@ -416,7 +416,7 @@ class PagedKVCache(NotCopied):
         fill: list[Step] = []  # of the block that is cut, where it is this sequence's alone
         if length % self.block_size and self._blocks.is_writable(int(sequence.table[keep - 1])):
             cut = fill_of(min(lengths), keep - 1, self.block_size)
-            fill = [self._blocks.set_fill(int(sequence.table[keep - 1]), cut)]
+            fill = [self._blocks.set_fills([(int(sequence.table[keep - 1]), cut)])]
         said = sequence.text.cut(length, self.block_size, unsay) if sequence.text else []
         return [
             *said,
@@ -536,11 +536,11 @@ class PagedKVCache(NotCopied):
             warnings.warn(lost, UserWarning, stacklevel=self._callers)
 
     def needs(self, n_tokens: Mapping[Hashable, int]) -> Needs:
-        """What a step would take from the pool that appends so many tokens to every layer of some
-        sequences; nothing is taken. A step that is planned with ``needs(...).total`` not above
-        ``available`` finds its blocks.
+        """What a step would take from the pool; nothing is taken. It finds its blocks where
+        ``total`` is not above ``available``.
 
-        Where the layers of a sequence hold different numbers of positions, the longest decides.
+        n_tokens: how many tokens each sequence gets, in every layer. Where the layers of one hold
+        different numbers of positions, they are counted from the longest on.
 
         >>> cache.needs({"a": 1, "prompt": 512})
         Needs(fresh=32, copies=1, available=200)
@@ -556,19 +556,25 @@ class PagedKVCache(NotCopied):
             integer("needs", f"n_tokens[{seq_id!r}]", n, 0, INT32_MAX)
             for seq_id, n in n_tokens.items()
         ]
+        b = self.block_size
         with self._handle.look():
             self._settle()
             sequences = self._found("needs", list(n_tokens))
-            ends = [max(s.lengths) + n for s, n in zip(sequences, counts, strict=True)]
-            if max(ends, default=0) > INT32_MAX or sum(counts) > INT32_MAX:
+            lengths = [max(sequence.lengths) for sequence in sequences]
+            ends = [length + n for length, n in zip(lengths, counts, strict=True)]
+            if max(ends, default=0) > INT32_MAX:
                 raise ValueError(f"needs: more than {INT32_MAX} positions")
-            width = -(-max(ends, default=0) // self.block_size)
-            held = BatchTable.of([s.table for s in sequences], None, self._spare, width)
-            starts = np.cumsum([0, *counts]).astype(np.int32)
-            needed = self._blocks.needs(held, starts, np.array(ends, np.int32))
+            fresh = sum(
+                [-(-end // b) - len(s.table) for s, end in zip(sequences, ends, strict=True)]
+            )
+            # One token says whether the last block, where it has room, is to be copied.
+            first = [n > 0 and length % b > 0 for n, length in zip(counts, lengths, strict=True)]
+            held = BatchTable.of([sequence.table for sequence in sequences], None, self._spare)
+            starts = np.cumsum([0, *first]).astype(np.int32)
+            copies = self._blocks.copies(held, starts, np.add(lengths, first).astype(np.int32))
             self._spare.append(held)
             stats = self._blocks.stats()
-        return Needs(*needed, stats.free + stats.cached)
+        return Needs(fresh, copies, stats.free + stats.cached)
 
     def _append(
         self,
@@ -595,17 +601,18 @@ class PagedKVCache(NotCopied):
                 held = self._room(fn, seq_ids, plan)
                 self._blocks.write(layer, held, starts, lengths, rows, tp)
             except TlError as error:
-                if error.status != TL_EBUSY:
+                if error.status not in (TL_EBUSY, TL_EINVAL):  # of two writers it is TL_EINVAL
                     raise
                 self._blocks.give_back()
                 plan.copy_what_is_shared(self._blocks.is_writable)
                 held = self._room(fn, seq_ids, plan)
                 for old, new in plan.copied():
                     self._blocks.copy(old, new)
+                self._blocks.give_up([old for old, _ in plan.copied() if old in plan.kept])
                 self._blocks.write(layer, held, starts, lengths, rows, tp)
             overflowed = self._blocks.overflowed + rows.overflowed
             self._blocks.commit(
-                partial(setattr, self._blocks, "overflowed", overflowed), *self._grown(plan, held)
+                partial(setattr, self._blocks, "overflowed", overflowed), *self._grown(plan)
             )
             self._spare.append(held)
             return None if self._warned else self._lost(fn)
@@ -619,30 +626,31 @@ class PagedKVCache(NotCopied):
         form, values = self._blocks.form, plural(n, "appended value")
         return f"{fn}: {form.name} has nothing for {values} ({form.lost}); {form.advice}"
 
-    def _grown(self, plan: Growth, held: BatchTable) -> list[Step]:
+    def _grown(self, plan: Growth) -> list[Step]:
         """The second half of an append, which cannot fail: new tables and lengths take effect."""
         steps = [plan.set_lengths()]
         if plan.n_more or plan.n_copies:
             steps += [plan.set_tables(), self._blocks.keep()]
-        steps += self._completed(plan, held)
+        steps += self._completed(plan)
         if plan.n_copies:
-            old, new = zip(*plan.copied(), strict=True)
             steps += [
-                *map(self._blocks.set_fill, new, plan.fills_of_copies()),
+                self._blocks.set_fills(plan.fills_of_copies()),
                 partial(setattr, self, "_copies", self._copies + plan.n_copies),
-                self._blocks.unref(old),
+                self._blocks.unref([old for old, _ in plan.copied() if old not in plan.kept]),
             ]
         return steps
 
-    def _completed(self, plan: Growth, held: BatchTable) -> list[Step]:
+    def _completed(self, plan: Growth) -> list[Step]:
         """What follows where all layers of a sequence have reached a new length: this layer was
         the one that held the fills back, and their blocks are among those just written."""
-        if not plan.completed:
-            return []
-        places, before, after = zip(*plan.completed, strict=True)
-        tables = [held.rows[i] for i in places]
-        n_blocks = [len(plan.tables[i]) for i in places]
-        return [self._blocks.set_lengths(tables, n_blocks, before, after)]
+        b, steps, fills = self.block_size, [], []
+        for i, before, after in plan.completed:
+            table, place = plan.tables[i], before // b
+            if after <= (place + 1) * b:  # as in most steps: one block, which costs less
+                fills.append((table.item(place), after - place * b))
+            else:
+                steps.append(self._blocks.set_length(table, before, after))
+        return [*steps, self._blocks.set_fills(fills)] if fills else steps
 
     # --- the prefix index
     # -----------------------------------------------------------------------------------------
@@ -763,9 +771,7 @@ class PagedKVCache(NotCopied):
         """Gives memory back where free blocks hold more than ``trim_above``. Down to half of it, so
         that the next few blocks do not call the system again."""
         if self._trim_above is not None and self._blocks.idle_bytes() > self._trim_above:
-            with contextlib.suppress(
-                TlError
-            ):  # what was freed is free, whatever the system says of pages
+            with contextlib.suppress(TlError):  # the blocks are free, whatever becomes of pages
                 self._blocks.trim(self._trim_above // 2 // self._blocks.block_bytes)
 
     # --- moving

@@ -64,10 +64,10 @@ q = np.ones((1, 2, 4), np.float32)
 
 def step():
     seq = dice.choice(list(cache))
-    what = dice.randrange(12)
-    if what == 9:
+    what = dice.randrange(13)
+    if what == 10:
         cache.add_seq(next(names), TEXT[: dice.randrange(len(TEXT))])
-    elif what >= 10:
+    elif what >= 11:
         held, said = max(cache.seq_len(seq), cache.seq_len(seq, 1)), len(cache.said(seq))
         if said <= held:
             cache.extend(seq, TEXT[said : held + dice.randrange(3)])
@@ -82,7 +82,11 @@ def step():
         cache.truncate(seq, dice.randrange(max(cache.seq_len(seq), cache.seq_len(seq, 1)) + 1))
     elif what == 6 and 0 < cache.seq_len(seq) == cache.seq_len(seq, 1):
         cache.import_seq(next(names), cache.export_seq(seq))
-    elif what == 7 and cache.seq_len(seq):
+    elif what == 7:
+        layer, seqs = dice.randrange(2), dice.sample(list(cache), dice.randrange(1, len(cache) + 1))
+        new = np.concatenate([rows(cache, seq, layer, 2) for seq in seqs], 1).transpose(1, 0, 2)
+        cache.append_batch(seqs, layer, new, new, range(0, 2 * len(seqs) + 1, 2))
+    elif what == 8 and cache.seq_len(seq):
         paged_attention_decode(q, cache, [seq], 0, threads=dice.choice([None, pool]))
     else:
         cache.stats(), cache.block_table(seq), pool.threads
@@ -182,8 +186,10 @@ def filled() -> PagedKVCache:
 
 ENVELOPE = b""  # of a sequence of ``filled``
 ROWS = np.ones((2, 1, 5, 2), np.float32)
+TOKENS = np.ones((2, 6, 1, 2), np.float32)
 WRITES: dict[str, Callable[[PagedKVCache], object]] = {
     "append": lambda cache: cache.append("a", 1, *ROWS),
+    "append_batch": lambda cache: cache.append_batch(["a", "b"], 1, *TOKENS, [0, 5, 6]),
     "append_f16": lambda cache: cache.append("a", 1, *ROWS.astype(np.float16)),
     "add_seq": lambda cache: cache.add_seq("c"),
     "fork": lambda cache: cache.fork("a", "c"),

@@ -656,11 +656,8 @@ class TestRefused:
             paged_attention(**given)
 
     def test_no_view(self) -> None:
-        self.refuses(
-            TypeError,
-            "kv must be a KVView, a PagedKVCache or a batch of one, not tuple",
-            kv=(self.batch.k, self.batch.v),
-        )
+        words = "kv must be a KVView, a PagedKVCache or a batch of one, not tuple"
+        self.refuses(TypeError, words, kv=(self.batch.k, self.batch.v))
 
     def test_q(self) -> None:
         q = self.batch.q

@@ -26,6 +26,7 @@ from tinyllm import (
     ThreadPool,
     TlError,
     flash_attention,
+    paged_attention,
     paged_attention_decode,
     windowed_attention,
 )
@@ -587,6 +588,7 @@ def test_after_close_every_method_says_closed(lib: Lib) -> None:
     cache.add_seq("a")
     k = np.ones((1, 1, 1), np.float32)
     cache.append("a", 0, k, k)
+    step = cache.batch(["a"])
     cache.close()
     cache.close()
     calls: dict[str, Callable[[], Any]] = {
@@ -594,6 +596,11 @@ def test_after_close_every_method_says_closed(lib: Lib) -> None:
         "add_seq": lambda: cache.add_seq("b"),
         "fork": lambda: cache.fork("a", "b"),
         "append": lambda: cache.append("a", 0, k, k),
+        "append_batch": lambda: cache.append_batch(["a"], 0, k, k),
+        "needs": lambda: cache.needs({"a": 1}),
+        "step": lambda: paged_attention(k, step, 0),
+        "step.tables": lambda: step.tables,
+        "step.lengths": lambda: step.lengths(0),
         "truncate": lambda: cache.truncate("a", 0),
         "trim_front": lambda: cache.trim_front("a", 1),
         "view": lambda: cache.view(0),
@@ -614,8 +621,6 @@ def test_after_close_every_method_says_closed(lib: Lib) -> None:
         "export_seq": lambda: cache.export_seq("a"),
         "import_seq": lambda: cache.import_seq("b", b""),
         "free": lambda: cache.free("a"),
-        "needs": lambda: cache.needs({"a": 1}),
-        "append_batch": lambda: cache.append_batch(["a"], 0, k, k),
         "extend": lambda: cache.extend("a", [1]),
         "said": lambda: cache.said("a"),
         "match_len": lambda: cache.match_len([1]),
@@ -630,6 +635,7 @@ def test_after_close_every_method_says_closed(lib: Lib) -> None:
         "metrics": cache.metrics,
         "__enter__": cache.__enter__,
         "decode": lambda: paged_attention_decode(k, cache, ["a"], 0),
+        "attention": lambda: paged_attention(k, cache, ["a"], 0),
     }
     public = {
         name
