@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -74,6 +74,7 @@ class Blocks:
         self.lib, self.handle, self.form = lib, handle, form
         self.fresh: NDArray[np.uint32] | None = None
         self.given_up: list[int] = []
+        self.before_taking: Callable[[int], None] | None = None  # told how many it will be
         self.high_water = self.overflowed = self.touched = 0
         self._views: dict[int, KvView] = {}
 
@@ -112,6 +113,8 @@ class Blocks:
             return np.empty(0, np.uint32)
         if n > self.n_blocks:
             return None
+        if self.before_taking is not None:
+            self.before_taking(n)
         fresh = self.room(n)
         try:
             self.lib.tl_kv_alloc(self.handle.address, n, u32_ptr(fresh))
@@ -122,6 +125,17 @@ class Blocks:
             return None
         self.stats()
         return self.fresh
+
+    def next_evicted(self, n: int) -> list[int]:
+        """The cached blocks that taking ``n`` evicts, the first first."""
+        stats = self._counters()
+        n = n - stats.free if n <= stats.free + stats.cached else 0
+        if n <= 0:
+            return []
+        ids, found = np.empty(n, np.uint32), np.zeros(1, np.uint32)
+        self.lib.tl_kv_oldest(self.handle.address, n, u32_ptr(ids), u32_ptr(found))
+        evicted: list[int] = ids[: found[0]].tolist()
+        return evicted
 
     def room(self, n: int) -> NDArray[np.uint32]:
         """Where a call writes ``n`` blocks that it takes references on: they are ``fresh``."""
@@ -372,6 +386,8 @@ class Blocks:
 
     def load_all(self, envelopes: list[NDArray[np.uint8]], n: int) -> NDArray[np.uint32]:
         """The ``n`` blocks of some envelopes together, which are ``fresh``. Raises TlError."""
+        if self.before_taking is not None:
+            self.before_taking(n)
         self.fresh = np.full(n, NO_BLOCK, np.uint32)
         begin = 0
         for envelope in envelopes:

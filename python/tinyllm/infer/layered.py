@@ -32,6 +32,7 @@ from tinyllm.kv_view import KVView
 from tinyllm.threads import ThreadPool
 
 if TYPE_CHECKING:
+    from tinyllm.infer.stores import Store
     from tinyllm.observe.pool.pictures import Pictures
     from tinyllm.observe.pool.snapshot import Snapshot
 
@@ -132,8 +133,11 @@ class LayeredKVCache(PagedKVCache):
         memory: int | str | None = None,
         force: bool = False,
         trim_above: int | str | None = None,
+        cold: Store | None = None,
     ) -> None:
         fn = "PagedKVCache"
+        if cold is not None:
+            raise TypeError(f"{fn}: layers with windows keep no texts, so nothing goes to cold")
         refuse_both(fn, "layers", n_layers=n_layers, n_kv_heads=n_kv_heads, d_head=d_head)
         self.layers = checked_layers(fn, layers)
         self.slack = integer(fn, "slack", slack, 0, INT32_MAX, ValueError)

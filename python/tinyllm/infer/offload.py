@@ -32,6 +32,7 @@ from tinyllm.errors import ConcurrentUseError, OutOfBlocks, StoreError, TlError
 from tinyllm.ffi.libtinyllm import TL_KV_ENVELOPE_HEADER, Lib, Step
 from tinyllm.infer.batch import CachedSequence
 from tinyllm.infer.blocks import NO_BLOCK, Blocks, fill_of
+from tinyllm.infer.prefixes import Text
 from tinyllm.infer.stores import Store
 
 if TYPE_CHECKING:
@@ -223,6 +224,7 @@ class Head(NamedTuple):
     gone: int
     n_blocks: int
     parts: list[int]
+    text: Text | None = None  # what was said of its tokens: the entry's extra
 
     def packed(self, blocks: Blocks) -> bytes:
         return b"".join((
@@ -254,7 +256,11 @@ class Head(NamedTuple):
         in_range = min(lengths) >= 0 and max(lengths) <= INT32_MAX and held == n_blocks
         if not in_range or gone * blocks.block_size > min(lengths):
             raise broken
-        return cls(lengths, gone, n_blocks, parts)
+        try:
+            text = Text.unpacked(found[1]) if found[1] else None
+        except ValueError:
+            raise broken from None
+        return cls(lengths, gone, n_blocks, parts, text)
 
 
 def _refuse_sizes(fn: str, blocks: Blocks, key: str, header: bytes) -> None:
@@ -316,10 +322,20 @@ def swap_out(
             crcs.append(_last_word(envelope))
             told(part.stop * blocks.block_bytes)
         head = Head(seen.lengths, seen.gone, len(held), crcs)
-        put(fn, blocks.lib, store, _head_of(key), head.packed(blocks))
+        text = seen.text
+        put(
+            fn,
+            blocks.lib,
+            store,
+            _head_of(key),
+            head.packed(blocks),
+            text.packed() if text else b"",
+        )
         with cache._handle.write(), cache._handle.turn:
             cache._settle()
             seen.refuse_change(fn)
+            with suppress(TlError):  # as ``free``: others find it
+                cache._enter(seen.sequence)
             blocks.commit(
                 partial(cache._sequences.pop, seq_id),
                 partial(left.append, True),
@@ -360,7 +376,7 @@ def swap_in(
         except TlError as error:
             raise StoreError(f"{fn}: {key!r}: {error.reason}") from error
         table = np.concatenate((np.full(head.gone, NO_BLOCK, np.uint32), fresh))
-        begun = CachedSequence(table, head.lengths, head.gone)
+        begun = CachedSequence(table, head.lengths, head.gone, head.text)
         blocks.commit(
             partial(cache._sequences.__setitem__, seq_id, begun),
             *_fills(blocks, begun),
@@ -381,12 +397,15 @@ class _Seen:
     def __init__(self, cache: PagedKVCache, seq_id: Hashable, sequence: CachedSequence) -> None:
         self.cache, self.seq_id, self.sequence = cache, seq_id, sequence
         self.table, self.lengths, self.gone = sequence.table, sequence.lengths, sequence.gone
+        self.text = sequence.text.copy() if sequence.text else None
 
     def refuse_change(self, fn: str) -> None:
         """Raises ConcurrentUseError where the sequence is another, or has changed."""
         now = self.cache._sequences.get(self.seq_id)
         if now is self.sequence and now.table is self.table and now.lengths is self.lengths:
-            return
+            said = len(now.text.tokens) if now.text else 0
+            if said == (len(self.text.tokens) if self.text else 0):
+                return
         raise ConcurrentUseError(f"{fn}: sequence {self.seq_id!r} was written meanwhile")
 
     def envelope(self, fn: str, part: range) -> NDArray[np.uint8]:

@@ -56,6 +56,7 @@ from tinyllm.kv_view import KVView
 from tinyllm.threads import ThreadPool, handle_of
 
 if TYPE_CHECKING:  # loaded by the first look or swap: an engine does without
+    from tinyllm.infer.cold import ColdTier
     from tinyllm.infer.stores import Store
     from tinyllm.observe.pool.picture import Picture
     from tinyllm.observe.pool.snapshot import Snapshot
@@ -92,6 +93,9 @@ class PagedKVCache(NotCopied):
     memory: instead of num_blocks, what their K and V may take: bytes, or a text with one of kB, MB,
     GB, TB, KiB, MiB, GiB, TiB, like "4GiB". force: more than the machine or its container can give
     now is not refused.
+    cold: a store (``swap_out``) for blocks of the prefix index that others need the room of: whole
+    texts' tokens are kept with each and compared when ``add_seq`` asks for them again. A store that
+    fails is warned of, and costs no more than what it should have kept.
     trim_above: bytes, or such a text. Where free blocks hold more memory after a call that freed
     some, the longest free give theirs back to the system, down to half of it. None: all keep it.
     dtype: what K and V are stored as, by name or as a dtype of numpy, ml_dtypes or torch:
@@ -154,6 +158,7 @@ class PagedKVCache(NotCopied):
         *,
         dtype: Any = "float16",
         trim_above: int | str | None = None,
+        cold: Store | None = None,
     ) -> None: ...
 
     @overload
@@ -167,6 +172,7 @@ class PagedKVCache(NotCopied):
         d_head: int,
         dtype: Any = "float16",
         trim_above: int | str | None = None,
+        cold: Store | None = None,
         lib: Lib | None = None,
     ) -> None: ...
 
@@ -182,6 +188,7 @@ class PagedKVCache(NotCopied):
         dtype: Any = "float16",
         force: bool = False,
         trim_above: int | str | None = None,
+        cold: Store | None = None,
         lib: Lib | None = None,
     ) -> None: ...
 
@@ -210,6 +217,7 @@ class PagedKVCache(NotCopied):
         memory: int | str | None = None,
         force: bool = False,
         trim_above: int | str | None = None,
+        cold: Store | None = None,
         layers: Sequence[Layer] | None = None,
         slack: int = SLACK,
     ) -> None:
@@ -244,6 +252,12 @@ class PagedKVCache(NotCopied):
             weakref.finalize(self, release).atexit = False
         self._blocks, self.dtype = Blocks(lib, self._handle, form), form.name
         self._sequences: dict[Hashable, CachedSequence] = {}
+        self._cold: ColdTier | None = None
+        if cold is not None:
+            from tinyllm.infer.cold import ColdTier
+
+            self._cold = ColdTier(cold, self._blocks, self._prefixes)
+            self._blocks.before_taking = self._cold.before_taking
         self._spare: list[BatchTable] = []
         self._copies = self._failures = 0
         self._warned = False  # of values that the dtype has nothing for
@@ -291,6 +305,7 @@ class PagedKVCache(NotCopied):
         said = array("I") if tokens is None else tokens_of("add_seq", tokens)
         text = Text(namespace_of("add_seq", namespace), said)
         asked = len(said) - integer("add_seq", "leave", leave, 0, INT32_MAX)
+        kept = self._asked(text, asked)
         with self._handle.write(), self._handle.turn:
             self._settle()
             self._refuse_live("add_seq", seq_id)
@@ -310,7 +325,42 @@ class PagedKVCache(NotCopied):
             self._blocks.commit(
                 partial(self._sequences.__setitem__, seq_id, begun), self._blocks.keep()
             )
+            return self._warmed(begun, found, kept) if kept else found
+
+    def _asked(self, text: Text, n_tokens: int) -> dict[int, NDArray[np.uint8]]:
+        """Envelopes of blocks that the cold tier has behind what the pool has, by their place.
+        Nobody waits for the store."""
+        if self._cold is None or n_tokens < self.block_size:
+            return {}
+        with self._handle.read():
+            first = self._prefixes.peek(text.namespace, text.tokens[:n_tokens]) // self.block_size
+        found = self._cold.ask(text, first, n_tokens // self.block_size)
+        return dict(enumerate(found, first))
+
+    def _warmed(
+        self, sequence: CachedSequence, found: int, kept: dict[int, NDArray[np.uint8]]
+    ) -> int:
+        """Puts what the cold tier had behind the positions ``found``, in place of a block that they
+        end in, as far as there is room; how many there are then."""
+        first = found // self.block_size
+        stats = self._blocks.stats()
+        envelopes: list[NDArray[np.uint8]] = []
+        while first + len(envelopes) in kept and len(envelopes) < stats.free + stats.cached:
+            envelopes.append(kept[first + len(envelopes)])
+        if not envelopes:
             return found
+        assert self._cold is not None
+        fresh = self._blocks.load_all(envelopes, len(envelopes))
+        table = np.concatenate((sequence.table[:first], fresh))
+        length = len(table) * self.block_size
+        self._blocks.commit(
+            self._blocks.unref(sequence.table[first:].tolist()),
+            partial(setattr, sequence, "table", table),
+            partial(setattr, sequence, "lengths", [length] * self.n_layers),
+            partial(setattr, self._cold, "came_back", self._cold.came_back + len(fresh)),
+            self._blocks.keep(),
+        )
+        return length
 
     def extend(self, seq_id: Hashable, tokens: Any) -> None:
         """Says which tokens follow those that were said of a sequence so far: those whose K and V

@@ -10,9 +10,11 @@ block of another sequence that the index has in the place of one's own.
 from __future__ import annotations
 
 import contextlib
+import struct
 from array import array
 from functools import partial
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,13 +23,17 @@ from tinyllm.errors import TlError
 from tinyllm.ffi.handle import Handle
 from tinyllm.ffi.libtinyllm import (
     TL_ENOTFOUND,
+    TL_PREFIX_NONE,
     Lib,
     PrefixBlock,
     PrefixStats,
     Step,
     i64_ptr,
+    memory_at,
     u32_ptr,
 )
+
+_PACKED: Final = struct.Struct("<?I")  # dropped, bytes of the namespace, which follows; then tokens
 
 
 class Text:
@@ -46,6 +52,25 @@ class Text:
         twin = Text(self.namespace, self.tokens[:], self.entered)
         twin.dropped = self.dropped
         return twin
+
+    def packed(self) -> bytes:
+        """As bytes, for who keeps a sequence elsewhere."""
+        ids = np.array(self.tokens, "<u4").tobytes()
+        return _PACKED.pack(self.dropped, len(self.namespace)) + self.namespace + ids
+
+    @classmethod
+    def unpacked(cls, raw: bytes) -> Text:
+        """What ``packed`` made; none of its blocks is in the index. Raises ValueError."""
+        if len(raw) < _PACKED.size:
+            raise ValueError("no text")
+        dropped, n = _PACKED.unpack_from(raw)
+        ids = raw[_PACKED.size + n :]
+        if len(raw) < _PACKED.size + n or len(ids) % 4:
+            raise ValueError("no text")
+        tokens = array("I", np.frombuffer(ids, "<u4").tolist())
+        text = cls(raw[_PACKED.size :][:n], tokens)
+        text.dropped = dropped
+        return text
 
     def cut(self, length: int, block_size: int, unsay: bool) -> list[Step]:
         """What happens to it where its sequence is cut."""
@@ -147,6 +172,19 @@ class Prefixes:
             c.queries, c.tokens_asked, c.tokens_found, c.blocks, c.namespaces, c.pins, c.evictions,
             c.age_ns / 1e9 / max(c.evictions, 1), c.last_age_ns / 1e9,
         )  # fmt: skip
+
+    def text_of(self, block: int) -> Text | None:
+        """The whole text up to the end of a block; None where the index does not have it."""
+        known, parts = PrefixBlock(), []
+        namespace = b""
+        while block != TL_PREFIX_NONE:
+            try:
+                self._lib.tl_prefix_block_get(self._handle.address, block, known)
+            except TlError:
+                return None
+            parts.append(known.tokens[: self._block_size])
+            namespace, block = memory_at(known.ns, known.ns_bytes).tobytes(), known.parent
+        return Text(namespace, array("I", chain.from_iterable(reversed(parts))))
 
     def pinned(self, blocks: NDArray[np.int64]) -> tuple[int, ...]:
         """Those of some blocks that the index itself has references on, once for each."""
