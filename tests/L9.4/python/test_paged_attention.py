@@ -285,6 +285,129 @@ def test_single_rows_have_the_bits_of_decode(cache: PagedKVCache, window: int, l
     assert_same_bits(over(cache, ["a", "b", "c"], q, layer, window=window, scale=0.3), decoded)
 
 
+OVER_A_CACHE: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "scale": {"scale": 0.3},
+    "window": {"window": 5},
+    "softcap": {"softcap": 2.0},
+    "slopes": {"alibi_slopes": np.linspace(0.1, 0.6, 6)},
+    "sinks": {"sink_logits": np.arange(6)},
+    "lse": {"return_lse": True},
+    "threads": {"threads": 2},
+    "rows": {"cu_seqlens_q": [0, 1, 4, 6]},
+    "all": {
+        "cu_seqlens_q": [0, 1, 4, 6], "scale": 0.3, "window": 5, "softcap": 2.0, "threads": 2,
+        "alibi_slopes": np.linspace(0.1, 0.6, 6), "sink_logits": np.arange(6), "return_lse": True,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OVER_A_CACHE)
+def test_a_cache_and_a_batch_of_it_are_what_their_tables_say(
+    cache: PagedKVCache, name: str
+) -> None:
+    """Also where tables, and the lengths of one layer before those of the other, change between two
+    calls over one batch."""
+    seqs, options = ["a", "b", "c"], OVER_A_CACHE[name]
+    for seed, (seq, n) in enumerate({"a": 3, "b": 9, "c": 30}.items()):
+        cache.add_seq(seq)
+        fill(cache, seq, n, seed)
+    rng = np.random.default_rng(11)
+    q = rng.standard_normal((6 if "cu_seqlens_q" in options else 3, 6, 8), F32)
+    with cache.batch(seqs) as step:
+        assert (step.seq_ids, len(step)) == (seqs, 3)
+        for _turn in range(5):
+            for layer in (0, 1):
+                cache.append_batch(seqs, layer, *rng.standard_normal((2, 3, 2, 8), F32))
+                for read in (0, 1):
+                    want = over(cache, seqs, q, read, **options)
+                    assert_all_same(paged_attention(q, cache, seqs, read, **options), want)
+                    assert_all_same(paged_attention(q, step, read, **options), want)
+                    assert_all_same(paged_attention(q, step, layer=read, **options), want)
+                    lengths = step.lengths(read)
+                    assert lengths.dtype == np.int32
+                    assert lengths.tolist() == [cache.seq_len(seq, read) for seq in seqs]
+                    assert_all_same(
+                        paged_attention(q, cache.view(read), step.tables, lengths, **options), want
+                    )
+            cache.free("b")
+            cache.fork("a", "b")  # another sequence of that name
+
+
+def assert_all_same(found: Any, want: Any) -> None:
+    if type(want) is not tuple:
+        found, want = (found,), (want,)
+    for a, b in zip(found, want, strict=True):
+        assert_same_bits(a, b)
+
+
+def test_out_of_a_call_over_a_batch_may_lie_anywhere(cache: PagedKVCache) -> None:
+    cache.add_seq("a")
+    fill(cache, "a", 9)
+    q = np.ones((1, 4, 8), F32)
+    want = paged_attention(q, cache, ["a"], 0)
+    for out in (np.empty((1, 4, 8), F32), np.empty((4, 1, 9), F32)[:, :, :8].transpose(1, 0, 2)):
+        assert paged_attention(q, cache, ["a"], 0, out=out) is out
+        assert_same_bits(out, want)
+
+
+def test_a_batch_of_nobody_is_empty(cache: PagedKVCache) -> None:
+    q = np.empty((0, 4, 8), F32)
+    with cache.batch([]) as step:
+        assert paged_attention(q, step, 0).shape == (0, 4, 8)
+        assert paged_attention(q, step, 1, return_lse=True)[1].shape == (0, 4)
+        assert step.lengths(0).shape == (0,)
+        assert step.tables.shape[0] == 0
+
+
+def test_calls_over_a_cache_that_are_refused_write_nothing(cache: PagedKVCache) -> None:
+    for seq in ("a", "empty", "trimmed"):
+        cache.add_seq(seq)
+    fill(cache, "a", 9)
+    fill(cache, "trimmed", 20)
+    cache.trim_front("trimmed", 10)
+    q, out = np.ones((1, 4, 8), F32), np.full((1, 4, 8), 7, F32)
+    view, a, late = cache.view(0), cache.batch(["a"]), cache.batch(["trimmed"])
+    cache.fork("a", "gone")
+    gone = cache.batch(["gone"])
+    cache.free("gone")
+    rows = {"cu_seqlens_q": [0, 1], "window": 13}
+    for args, options, error, words in (
+        ((cache,), {}, TypeError, "over a cache seq_ids must be given"),
+        ((cache, ["a"]), {}, TypeError, "it takes seq_ids and layer, over a batch layer"),
+        ((cache, ["a"], 0), {"layer": 0}, TypeError, "it takes seq_ids and layer"),
+        ((a,), {}, TypeError, "it takes seq_ids and layer, over a batch layer"),
+        ((a, [[0]], [9]), {}, TypeError, "it takes seq_ids and layer"),
+        ((view, [[0]], [9]), {"layer": 0}, TypeError, "a view is of one layer"),
+        ((cache, "a", 0), {}, TypeError, "seq_ids must be a list of ids, not 'a'"),
+        ((cache, ["x"], 0), {}, KeyError, "paged_attention: no sequence 'x'"),
+        ((gone, 0), {}, KeyError, "paged_attention: no sequence 'gone'"),
+        ((cache, ["empty"], 0), {}, ValueError, "sequence 'empty' holds no position in layer 0"),
+        ((cache, ["a"], 2), {}, ValueError, "layer = 2"),
+        ((a, -1), {}, ValueError, "layer = -1"),
+        ((a, 2), {"softcap": 1.0}, ValueError, "layer = 2"),
+        ((cache, ["a", "a"], 0), {}, ValueError, "q has 1 rows for 2 sequences"),
+        ((late, 0), {"window": 13}, ValueError, "position 7 of sequence 'trimmed'"),
+        ((late, 0), rows, ValueError, "position 7 of sequence 'trimmed'"),
+        ((late, 0), {"softcap": 1.0}, ValueError, "position 0 of sequence 'trimmed'"),
+        ((a, 0), {"cu_seqlens_q": [0, 2]}, ValueError, "q has 1 rows"),
+        ((late, 0), {"cu_seqlens_q": [0, 1, 1], "window": 9}, ValueError, "cu_seqlens_q"),
+        ((a, 0), {"out": q}, ValueError, "out overlaps q"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=words):
+            paged_attention(q, *args, **{"out": out, **options})  # type: ignore[arg-type]
+    assert (out == 7).all()
+    assert (q == 1).all()
+    two = np.ones((2, 4, 8), F32)
+    paged_attention(two, late, 0, cu_seqlens_q=[0, 2], window=11)  # from position 8 on
+    with pytest.raises(ValueError, match="position 7 of sequence 'trimmed'"):
+        paged_attention(two, late, 0, cu_seqlens_q=[0, 2], window=12)
+    with pytest.raises(KeyError, match="batch: no sequence 'x'"):
+        cache.batch(["a", "x"])
+    with pytest.raises(ValueError, match="lengths: layer = 2"):
+        a.lengths(2)
+
+
 def test_every_row_of_a_chunk_has_the_bits_of_decode_at_its_length(cache: PagedKVCache) -> None:
     cache.add_seq("a")
     fill(cache, "a", 23)
