@@ -70,7 +70,8 @@ class LayerGroup(PagedKVCache):
     def _give_back(self, seq_ids: Sequence[Hashable], begins: list[int]) -> None:
         firsts = [begin - self._window - self.slack for begin in begins]
         held = [self._sequences[seq_id].gone for seq_id in seq_ids]
-        if all(n // self.block_size <= gone for n, gone in zip(firsts, held, strict=True)):
+        # A list: in a generator that is closed early an interrupt is not heard.
+        if all([n // self.block_size <= gone for n, gone in zip(firsts, held, strict=True)]):
             return
         # Where a reader came in between, the next append does it.
         with suppress(ConcurrentUseError), self._handle.write(), self._handle.turn:
@@ -535,6 +536,8 @@ class LayeredKVCache(PagedKVCache):
         def made() -> None:
             steps = [step for group in self.groups for step in changes(group)]
             self.groups[0]._blocks.commit(*steps)
+            for group in self.groups:
+                group._trim_idle()
 
         self._inside_all(made)
 

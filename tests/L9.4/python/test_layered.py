@@ -370,6 +370,35 @@ def test_truncate_can_always_go_back_by_the_slack(slack: int) -> None:
                 paged_attention_decode(q, cache, ["a"], i, window=layer.window)
 
 
+def test_a_layer_that_lags_keeps_its_window(cache: Any) -> None:
+    cache.add_seq("a")
+    for n in (10, 10, 10, 10):
+        cache.append("a", 0, *kv(NEAR, n, 0))
+    cache.append("a", 2, *kv(NEAR, 9, 0))
+    assert (cache.block_table("a") < 0).sum() == 0
+    q = np.ones((1, 2, 8), F32)
+    for _ in range(20):
+        cache.append("a", 2, *kv(NEAR, 1, 0))
+        paged_attention_decode(q, cache, ["a"], 2, window=5)
+    assert (cache.block_table("a") < 0).sum() == (28 - 5 - SLACK) // B
+
+
+def test_memory_above_the_mark_goes_back_whatever_frees_it() -> None:
+    block = 2 * 2 * 8 * 2 * 256  # bytes: K and V, 2 heads of 8 in f16, 256 positions
+    layers, rows = [Layer(2, 8, window=8), Layer(2, 8)], np.ones((2, 2, 25600, 8), F32)
+    with PagedKVCache(
+        num_blocks=400, block_size=256, layers=layers, slack=0, trim_above=4 * block
+    ) as cache:
+        cache.add_seq("a")
+        for n in (25600, 1):
+            for layer in range(2):
+                cache.append("a", layer, *rows[:, :, :n])
+        held = [group.resident_bytes // block for group in cache.groups]
+        assert used(cache) == [2, 101] and held[0] <= 2 + 4 and held[1] == 101
+        cache.truncate("a", 0)
+        assert used(cache) == [0, 0] and cache.resident_bytes <= 2 * 4 * block
+
+
 def test_a_cut_below_the_window_is_refused_and_changes_nothing(cache: Any) -> None:
     cache.add_seq("a")
     for step in range(30):
@@ -494,6 +523,9 @@ def test_any_bytes_are_safe_to_import(cache: Any) -> None:
 
 WRITES: dict[str, Callable[[Any], object]] = {
     "append": lambda cache: cache.append("a", 1, *kv(FULL, 5, 1)),
+    "append_batch": lambda cache: cache.append_batch(
+        ["a", "b"], 1, *kv(FULL, 5, 1).transpose(0, 2, 1, 3), [0, 3, 5]
+    ),
     "append_to_a_window": lambda cache: cache.append("a", 3, *kv(OTHER, 1, 1)),
     "add_seq": lambda cache: cache.add_seq("c"),
     "fork": lambda cache: cache.fork("a", "c"),
@@ -579,8 +611,15 @@ def test_a_call_on_any_group_keeps_writers_of_all_out(cache: Any) -> None:
     assert cache.snapshot() == before
     with pytest.raises(ConcurrentUseError), cache, cache.groups[2]._handle.read():
         cache.close()
-    with pytest.raises(KeyError, match="zero"), make() as other, other.groups[1]._handle.read():
+    other: Any = make()
+    inside = other.groups[1]._handle.read()
+    with pytest.raises(KeyError, match="zero"), other:
         raise KeyError("zero")  # which is what is heard
+    inside.release()
+    with pytest.raises(ConcurrentUseError, match="so it cannot be closed"), other:
+        inside = other.groups[1]._handle.read()
+    inside.release()
+    other.close()
 
 
 def test_an_append_beside_a_reader_of_its_group_gives_back_with_the_next_one() -> None:
@@ -637,6 +676,54 @@ def test_threads_may_write_one_at_a_time_and_look_at_any(cache: Any) -> None:
     for thread in threads:
         thread.join(60)
     assert wrong == []
+
+
+# --- steps of many sequences
+# -------------------------------------------------------------------------------------------------
+
+
+def test_a_step_of_many_sequences_is_that_of_each(cache: Any) -> None:
+    """Bits, lengths, and what is given back."""
+    with make() as other:
+        for each in (cache, other):
+            for seq in "abc":
+                each.add_seq(seq)
+        for n in range(40):
+            counts = [n % 4, 1, 2]
+            starts = np.cumsum([0, *counts])
+            for i, layer in enumerate(LAYERS):
+                new = kv(layer, int(starts[-1]), 7 * n + i)
+                cache.append_batch(list("abc"), i, *new.transpose(0, 2, 1, 3), starts)
+                for seq, begin, end in zip("abc", starts, starts[1:], strict=False):
+                    if end > begin:
+                        other.append(seq, i, *new[:, :, begin:end])
+                q = np.ones((2, 2, layer.d_head), F32)
+                with cache.batch(["b", "c"]) as step, other.batch(["b", "c"]) as alone:
+                    got = paged_attention(q, step, i, window=layer.window)
+                    wanted = paged_attention(q, alone, i, window=layer.window)
+                    np.testing.assert_array_equal(step.lengths(i), alone.lengths(i))
+                np.testing.assert_array_equal(got, wanted)
+            assert [used(cache)[1], used(cache)[0] <= used(other)[0] + 1] == [used(other)[1], True]
+            for seq in "abc":
+                for i in range(4):
+                    assert cache.seq_len(seq, i) == other.seq_len(seq, i)
+        assert used(cache)[0] < used(cache)[1] / 2
+    with pytest.raises(TypeError, match=r"tables of its own: cache.groups\[i\]"):
+        cache.batch(["a"]).tables  # noqa: B018
+
+
+def test_needs_are_those_of_the_group_that_has_least_to_spare() -> None:
+    with make(10) as cache:
+        cache.add_seq("a")
+        append_step(cache, "a", 16)
+        cache.append("a", 3, *kv(OTHER, 12, 0))  # holds 28, of which 4 are given back
+        needs = cache.needs({"a": 17})
+        assert (needs.fresh, needs.copies, needs.available) == (5, 0, 4)
+        with pytest.raises(OutOfBlocks, match=r"append_batch: .*, for layers 3$"):
+            cache.append_batch(["a"], 3, *kv(OTHER, 17, 0).transpose(0, 2, 1, 3), [0, 17])
+        needs = cache.needs({"a": 16})
+        assert needs.total == needs.available == 4
+        cache.append_batch(["a"], 3, *kv(OTHER, 16, 0).transpose(0, 2, 1, 3), [0, 16])
 
 
 # --- everything else
