@@ -228,6 +228,15 @@ def test_leave_keeps_the_last_tokens_to_be_computed(cache: PagedKVCache) -> None
     assert [cache.add_seq(leave, TEXT[:8], leave=leave) for leave in (0, 1, 5, 99)] == [8, 7, 3, 0]
 
 
+def test_whole_blocks_end_a_match_at_a_block(cache: PagedKVCache) -> None:
+    say(cache, "a", TEXT)
+    assert cache.add_seq("b", [*TEXT[:7], 99], whole_blocks=True) == 4
+    assert cache.add_seq("c", TEXT, whole_blocks=True) == 8
+    assert cache.add_seq("d", [*TEXT[:3], 99], whole_blocks=True) == 0
+    check(cache, "b", TEXT)
+    assert cache.snapshot().counters["leaked"] == 0
+
+
 def test_what_ended_is_found_until_its_room_is_needed(cache: PagedKVCache) -> None:
     say(cache, "a", TEXT)
     cache.free("a")
