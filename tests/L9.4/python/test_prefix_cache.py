@@ -4,10 +4,8 @@ computed, bit for bit, and all that is there is found, to the token."""
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,11 +15,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tinyllm import ClosedError, ConcurrentUseError, OutOfBlocks, PagedKVCache
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
-
-from smollm2.model import Config, random_model
-from smollm2.rows import Crew
 
 BLOCK, LAYERS = 4, 2
 SIZES: dict[str, Any] = {"block_size": BLOCK, "n_layers": LAYERS, "n_kv_heads": 1, "d_head": 4}
@@ -267,12 +260,52 @@ def test_another_namespace_finds_nothing(cache: PagedKVCache, other: bytes) -> N
 def test_a_dropped_namespace_is_forgotten_for_good(cache: PagedKVCache) -> None:
     say(cache, "a", TEXT, b"x")
     say(cache, "b", TEXT, b"y")
-    cache.match_len(TEXT, b"x")
+    assert cache.add_seq("e", TEXT, b"x") == 8
+    cache.free("e")
     cache.drop_namespace(b"x")
-    cache.extend("a", [99])
+    cache.extend("a", [99, 98, 97])
+    write(cache, "a", cache.said("a"), b"x")
+    cache.extend("a", [96])  # behind three full blocks
     assert cache.add_seq("c", TEXT, b"x") == 0
     assert cache.add_seq("d", TEXT, b"y") == 8
-    check(cache, "a", TEXT, b"x")
+    check(cache, "a", [*TEXT, 99, 98, 97], b"x")
+
+
+def test_a_fork_says_what_its_parent_said_and_then_its_own(cache: PagedKVCache) -> None:
+    say(cache, "a", TEXT[:6])
+    cache.fork("a", "b")
+    for seq, more in (("a", [1, 2, 3]), ("b", [4, 5, 6])):
+        cache.extend(seq, more)
+        write(cache, seq, cache.said(seq))
+        cache.extend(seq, [])
+    assert cache.said("a") == [*TEXT[:6], 1, 2, 3]
+    assert cache.said("b") == [*TEXT[:6], 4, 5, 6]
+    assert cache.match_len([*TEXT[:6], 1, 2, 7]) == 8
+    assert cache.match_len([*TEXT[:6], 4, 5, 7]) == 8
+
+
+def test_a_cut_text_goes_on_with_other_tokens(cache: PagedKVCache) -> None:
+    say(cache, "a", TEXT)
+    assert cache.add_seq("b", TEXT) == 8
+    other = [*TEXT[:2], *range(50, 62)]
+    cache.truncate("a", 2)
+    assert cache.said("a") == TEXT[:2]
+    cache.extend("a", other[2:])
+    write(cache, "a", other)
+    cache.extend("a", [])
+    assert cache.match_len(other) == 12
+    check(cache, "a", other)
+    check(cache, "b", TEXT)
+
+
+def test_a_cut_that_does_not_unsay_is_appended_again(cache: PagedKVCache) -> None:
+    cache.add_seq("a", TEXT)
+    write(cache, "a", TEXT[:6])
+    cache.truncate("a", 0, unsay=False)  # a forward that failed
+    assert cache.said("a") == TEXT
+    write(cache, "a", TEXT)
+    cache.extend("a", [1])
+    assert cache.match_len(TEXT) == 8
 
 
 def test_two_that_compute_the_same_at_once_share_it_after_extend(cache: PagedKVCache) -> None:
@@ -444,29 +477,6 @@ def test_four_threads_one_of_which_writes(cache: PagedKVCache) -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
-
-
-def test_a_second_turn_has_the_logits_of_a_cold_start() -> None:
-    """With the demo's architecture and random weights: prompts computed in chunks, an answer
-    decoded token by token, and then all of it at once without a cache."""
-    sizes = {"width": 48, "heads": 6, "kv_heads": 2, "head_dim": 8, "ffn": 80}
-    model = random_model(Config(layers=2, vocabulary=101, context=200, **sizes), seed=3)
-    with Crew(1) as crew, model.new_cache(64, 16) as cache, model.new_cache(64, 16) as cold:
-        turn = [int(t) for t in np.random.default_rng(0).integers(0, model.config.vocabulary, 50)]
-        cache.add_seq("one", turn)
-        logits = model.forward(cache, [("one", turn[:33])], crew)
-        logits = model.forward(cache, [("one", turn[33:])], crew)
-        for _ in range(40):
-            turn.append(int(logits[0].argmax()))
-            cache.extend("one", turn[-1:])
-            logits = model.forward(cache, [("one", turn[-1:])], crew)
-        cache.free("one")
-        turn += [1, 2, 3]
-        found = cache.add_seq("two", turn, leave=1)
-        assert found == 80  # five full blocks of 90 positions
-        warm = model.forward(cache, [("two", turn[found:])], crew)
-        cold.add_seq("cold")
-        assert np.array_equal(warm, model.forward(cold, [("cold", turn)], crew))
 
 
 def test_prefix_stats_are_documented() -> None:

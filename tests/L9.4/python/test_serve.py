@@ -141,3 +141,24 @@ def test_a_request_that_no_empty_pool_holds_is_refused(model: Model, crew: Crew)
         server.submit(serve.Request("fits", [1] * 30, 2))
         with pytest.raises(ValueError, match="a request of 5 blocks, and there are 4"):
             server.submit(serve.Request("large", [1] * 30, 3))
+
+
+def test_a_second_turn_has_the_logits_of_a_cold_start(model: Model, crew: Crew) -> None:
+    """With the demo's architecture and random weights: prompts computed in chunks, an answer
+    decoded token by token, and then all of it at once without a cache."""
+    with model.new_cache(64, 16) as cache, model.new_cache(64, 16) as cold:
+        turn = [int(t) for t in np.random.default_rng(0).integers(0, model.config.vocabulary, 50)]
+        cache.add_seq("one", turn)
+        logits = model.forward(cache, [("one", turn[:33])], crew)
+        logits = model.forward(cache, [("one", turn[33:])], crew)
+        for _ in range(40):
+            turn.append(int(logits[0].argmax()))
+            cache.extend("one", turn[-1:])
+            logits = model.forward(cache, [("one", turn[-1:])], crew)
+        cache.free("one")
+        turn += [1, 2, 3]
+        found = cache.add_seq("two", turn, leave=1)
+        assert found == 80  # five full blocks of 90 positions
+        warm = model.forward(cache, [("two", turn[found:])], crew)
+        cold.add_seq("cold")
+        assert np.array_equal(warm, model.forward(cold, [("cold", turn)], crew))
