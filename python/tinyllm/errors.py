@@ -65,11 +65,8 @@ class OutOfBlocks(RuntimeError):
     """
 
     def __init__(self, message: str = "", needed: int = 0, free: int = 0, cached: int = 0) -> None:
-        super().__init__(message, needed, free, cached)  # all four, so that it can be pickled
+        super().__init__(message)
         self.needed, self.free, self.cached = needed, free, cached
-
-    def __str__(self) -> str:
-        return str(self.args[0])
 
 
 class OutOfMemory(MemoryError):

@@ -192,6 +192,35 @@ def test_of_forks_that_all_write_the_last_keeps_the_block(cache: PagedKVCache) -
     assert cache.snapshot().counters["copies_on_write"] == 2
 
 
+def test_a_copy_is_as_full_as_its_shortest_layer(cache: PagedKVCache) -> None:
+    cache.fork("a", "d")
+    cache.append_batch(["a"], 0, *rows(1))
+    assert cache.lib.tl_kv_fill(cache.pool, int(cache.block_table("a")[1])) == 2  # of 3 in layer 0
+    cache.append_batch(["a"], 1, *rows(1))
+    assert cache.lib.tl_kv_fill(cache.pool, int(cache.block_table("a")[1])) == 3
+
+
+def test_needs_are_counted_from_the_longest_layer_on(cache: PagedKVCache) -> None:
+    cache.append_batch(["a"], 0, *rows(3), [0, 3])  # 9 positions in 3 blocks
+    assert cache.needs({"a": 3})[:2] == (0, 0)
+    assert cache.needs({"a": 4})[:2] == (1, 0)
+
+
+def test_copies_are_needed_too_where_nothing_is_left(lib: Lib) -> None:
+    with make(lib, num_blocks=2) as cache:
+        cache.add_seq("a")
+        for layer in range(LAYERS):
+            cache.append_batch(["a"], layer, *rows(6), [0, 6])
+        cache.fork("a", "b")
+        assert cache.needs({"b": 3}) == (1, 1, 0)
+        assert cache.needs({"b": 3}).total == 2
+        with pytest.raises(OutOfBlocks, match="needs? 1 more blocks and 1 to copy") as caught:
+            cache.append_batch(["b"], 0, *rows(3), [0, 3])
+        assert (caught.value.needed, caught.value.free, caught.value.cached) == (2, 0, 0)
+        with pytest.raises(OutOfBlocks, match="sequence 'b' needs 0 more blocks and 1 to copy"):
+            cache.append("b", 0, *rows(1).transpose(0, 2, 1, 3))
+
+
 def test_layers_that_lag_behind_copy_each_block_they_write(cache: PagedKVCache) -> None:
     cache.append_batch(["a", "b"], 0, *rows(14), [0, 7, 14])
     cache.fork("a", "d")
