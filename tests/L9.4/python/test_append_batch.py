@@ -214,7 +214,7 @@ def test_copies_are_needed_too_where_nothing_is_left(lib: Lib) -> None:
         cache.fork("a", "b")
         assert cache.needs({"b": 3}) == (1, 1, 0)
         assert cache.needs({"b": 3}).total == 2
-        with pytest.raises(OutOfBlocks, match="needs? 1 more blocks and 1 to copy") as caught:
+        with pytest.raises(OutOfBlocks, match="need 1 more blocks and 1 to copy") as caught:
             cache.append_batch(["b"], 0, *rows(3), [0, 3])
         assert (caught.value.needed, caught.value.free, caught.value.cached) == (2, 0, 0)
         with pytest.raises(OutOfBlocks, match="sequence 'b' needs 0 more blocks and 1 to copy"):
