@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: MIT */
 /* kv_trim.c: memory of free blocks given back to the operating system.
  *
- * Words. A free block is resident, leaving (this call gives it back) or given back, until it is used
- * again; its record says which. run: touched free blocks that lie side by side and are not kept. A
- * page goes where all of it lies in one run and a leaving block has a part of it: then it had not
- * gone before. */
+ * Words. A free block is resident, leaving (this call gives it back) or given back, until it is
+ * used again; its record says which. run: touched free blocks that lie side by side and are not
+ * kept. A page goes where all of it lies in one run and a leaving block has a part of it: then it
+ * had not gone before. */
 #include <errno.h>
 #include <sys/mman.h>
 #include <unistd.h>

@@ -351,7 +351,7 @@ TEST(each_bad_entry_is_refused_and_named)
     } bad[] = {{6, "sequence 2: block_table[1] = 6 is out of range: the pool has 6"},
                {UINT32_MAX, "sequence 2: block_table[1] = 4294967295 is out of range"},
                {5, "sequence 2: block_table[1] = 5 is not used"},
-               {held, "sequence 2: block_table[1] = 0 stands in more tables than its 1 references"}};
+               {held, "sequence 2: block_table[1] = 0 stands in more tables than its 1 ref"}};
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
         *last = bad[i].id;
         refuse(&w, &c, TL_EINVAL, bad[i].words);
