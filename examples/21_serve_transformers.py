@@ -21,12 +21,13 @@ def serve(
 ) -> "list[list[int]]":
     """Greedy answers of up to ``n_new`` tokens. A step is one forward of at most ``budget`` tokens:
     whoever writes brings one, and what is left goes to prompts, in chunks."""
-    todo = {i: list(prompt) for i, prompt in enumerate(prompts)}
+    todo: dict[int, list[int]] = {}
     answers: list[list[int]] = [[] for _ in prompts]
     blocks = sum(-(-(len(prompt) + n_new) // 16) for prompt in prompts)
     with new_kv(model.config, num_blocks=blocks, block_size=16) as kv:
-        for i in todo:
-            kv.add_seq(i)
+        for i, prompt in enumerate(prompts):
+            found = kv.add_seq(i, tokens=prompt, leave=1)  # what another one has computed
+            todo[i] = prompt[found:]
         while todo:
             work, room = {}, budget
             for i in sorted(todo, key=lambda i: not answers[i]):  # those that write come first
@@ -39,6 +40,7 @@ def serve(
                     continue  # more of the prompt is to come
                 answers[i].append(int(logits.argmax()))
                 todo[i] = answers[i][-1:]
+                kv.extend(i, todo[i])
                 if len(answers[i]) == n_new or answers[i][-1] == end:
                     kv.free(i)
                     del todo[i]

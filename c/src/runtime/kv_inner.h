@@ -129,8 +129,8 @@ void tl_kv_revive(tl_kv_pool *kv, uint32_t id);
 /* A used block that is neither registered nor in the prefix index, and has no reference any more,
  * becomes free. */
 void tl_kv_release(tl_kv_pool *kv, uint32_t id);
-/* A block with the same K, V and fill, taken in place of one reference on a used one. kv_available()
- * > 0. */
+/* A block with the same K, V and fill, taken in place of one reference on a used one.
+ * kv_available() > 0. */
 uint32_t tl_kv_replace(tl_kv_pool *kv, uint32_t id);
 
 /* Enters a used, full, unregistered block under a non-zero hash, unless another block holds it:
