@@ -197,7 +197,7 @@ class FsspecStore(MutableMapping[str, bytes]):
 
 def open_store(place: str | os.PathLike[str], **options: Any) -> FileStore | FsspecStore:
     """The store at ``place``: a directory, by its path or a ``file://`` URL, is a FileStore; any
-    other URL goes to fsspec, with ``options`` (``pip install 'libtinyllm[fsspec]'`` and what it
+    other URL goes to fsspec, with ``options`` (``pip install fsspec`` and what it
     needs for that kind of URL).
 
     >>> store = open_store("s3://bucket/sequences", anon=False)
@@ -221,7 +221,7 @@ def _of_fsspec(url: str, options: dict[str, Any]) -> FsspecStore:
         from fsspec.core import url_to_fs
     except ImportError:
         raise ImportError(
-            f"open_store: {url} needs fsspec: pip install 'libtinyllm[fsspec]'", name="fsspec"
+            f"open_store: {url} needs fsspec: pip install fsspec", name="fsspec"
         ) from None
     return FsspecStore(*url_to_fs(url, **options))
 
