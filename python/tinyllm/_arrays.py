@@ -14,7 +14,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from tinyllm._check import F32, I32, INT32_MAX
+from tinyllm._check import F16, F32, I32, INT32_MAX
 
 Tensor: TypeAlias = Any  # a numpy array, or anything that can be read as one
 
@@ -32,8 +32,11 @@ def as_array(fn: str, name: str, value: Tensor) -> tuple[NDArray[Any], str]:
 
     Raises: TypeError where it is no array.
     """
-    if type(value) is np.ndarray and value.dtype is F32:
-        return value, "float32"
+    if type(value) is np.ndarray:  # those that come most, before a dtype is asked for its name
+        if value.dtype is F32:
+            return value, "float32"
+        if value.dtype is F16:
+            return value, "float16"
     if isinstance(value, np.ma.MaskedArray):
         raise TypeError(f"{fn}: {name} must be a plain array, not {type(value).__name__}")
     if isinstance(value, np.ndarray):
