@@ -75,15 +75,14 @@ typedef struct {
 /* A block at one moment. refs > 0: used; no reference and a hash: cached, or kept for one behind it
  * in a prefix index; else free. 16 bytes. */
 typedef struct {
-    uint64_t hash;       /* it is registered under, TL_KV_HASH_PREFIX: it is in a prefix index; 0:
-                            neither */
+    uint64_t hash;       /* it is registered under; TL_KV_HASH_PREFIX: in a prefix index; 0: none */
     uint32_t refs, fill; /* a free block's fill is 0 */
 } tl_kv_block;
 
 /* What a step takes from the pool. 8 bytes. */
 typedef struct {
-    uint32_t fresh, copies; /* blocks that hold new positions only; copies of what must not be
-                               written */
+    uint32_t fresh;  /* blocks that hold new positions only */
+    uint32_t copies; /* of blocks that must not be written */
 } tl_kv_needs;
 
 TL_BEGIN_DECLS
