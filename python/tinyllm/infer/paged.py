@@ -900,7 +900,8 @@ class PagedKVCache(NotCopied):
     ) -> None:
         """Takes a sequence out of the pool into ``store`` and frees its blocks; ``swap_in`` brings
         it back with every bit, in a cache of the same sizes and dtype, anywhere. Layers may hold
-        different numbers of positions, and ``trim_front`` may have given some up.
+        different numbers of positions, and ``trim_front`` may have given some up. What was said of
+        its tokens goes with it, and its blocks can be found as after ``free``.
 
         store: a dict, ``MemoryStore``, ``FileStore``, what ``open_store`` gives, or any mapping of
         str to bytes (``tinyllm.infer.stores.Store``). It gets entries of 64 MiB or one block.
@@ -930,8 +931,8 @@ class PagedKVCache(NotCopied):
         keep: bool = False,
         progress: Callable[[int, int], object] | None = None,
     ) -> None:
-        """Begins a sequence with what ``swap_out`` stored: every bit, in other blocks, which are
-        not registered in the prefix index. Then the store's entries are removed, unless ``keep``.
+        """Begins a sequence with what ``swap_out`` stored: every bit, in other blocks, and what was
+        said of its tokens. Then the store's entries are removed, unless ``keep``.
 
         seq_id: may be another than it was; store, key, progress: as of ``swap_out``. What is read
         is kept beside the pool until the sequence is live, which is the only write.
