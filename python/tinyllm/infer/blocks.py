@@ -113,9 +113,7 @@ class Blocks:
             return np.empty(0, np.uint32)
         if n > self.n_blocks:
             return None
-        if self.before_taking is not None:
-            self.before_taking(n)
-        fresh = self.room(n)
+        fresh = self._taking(n)
         try:
             self.lib.tl_kv_alloc(self.handle.address, n, u32_ptr(fresh))
         except TlError as error:
@@ -125,6 +123,12 @@ class Blocks:
             return None
         self.stats()
         return self.fresh
+
+    def _taking(self, n: int) -> NDArray[np.uint32]:
+        """``room`` for blocks that the pool is about to give, evicting others where it must."""
+        if self.before_taking is not None:
+            self.before_taking(n)
+        return self.room(n)
 
     def next_evicted(self, n: int) -> list[int]:
         """The cached blocks that taking ``n`` evicts, the first first."""
@@ -336,16 +340,16 @@ class Blocks:
         Raises: ValueError where no sequence lies in blocks like that; TlError.
         """
         fills = self._fills(fn, envelope)
-        self.fresh = np.full(len(fills), NO_BLOCK, np.uint32)
+        fresh = self._taking(len(fills))
         try:
             self.lib.tl_kv_import(
-                self.handle.address, envelope.ctypes.data, len(envelope), u32_ptr(self.fresh)
+                self.handle.address, envelope.ctypes.data, len(envelope), u32_ptr(fresh)
             )
         except TlError:
             self.fresh = None  # it took none
             raise
         self.stats()
-        return self.fresh, sum(fills)
+        return fresh, sum(fills)
 
     def header(self, n: int) -> bytes:
         """What an envelope of ``n`` blocks begins with."""
@@ -386,16 +390,13 @@ class Blocks:
 
     def load_all(self, envelopes: list[NDArray[np.uint8]], n: int) -> NDArray[np.uint32]:
         """The ``n`` blocks of some envelopes together, which are ``fresh``. Raises TlError."""
-        if self.before_taking is not None:
-            self.before_taking(n)
-        self.fresh = np.full(n, NO_BLOCK, np.uint32)
-        begin = 0
+        fresh, begin = self._taking(n), 0
         for envelope in envelopes:
-            ids = u32_ptr(self.fresh[begin:])
+            ids = u32_ptr(fresh[begin:])
             self.lib.tl_kv_import(self.handle.address, envelope.ctypes.data, len(envelope), ids)
-            begin += int.from_bytes(envelope[8:12].tobytes(), "little")
+            begin += self.blocks_in(envelope)
         self.stats()
-        return self.fresh
+        return fresh
 
     def other_format(self, envelope: NDArray[np.uint8]) -> str | None:
         """The dtype that an envelope says it holds, where that is another one."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from array import array
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,11 +24,13 @@ _FN = "cold tier"
 
 
 class ColdTier:
-    """A store behind the index of one cache. kept, came_back: blocks so far."""
+    """A store behind the index of one cache."""
 
-    def __init__(self, store: Store, blocks: Blocks, prefixes: Prefixes) -> None:
+    def __init__(self, fn: str, store: Store, blocks: Blocks, prefixes: Prefixes) -> None:
+        """Raises TypeError for what is no store."""
+        if not isinstance(store, Store):
+            raise TypeError(f"{fn}: cold must be a mapping of str to bytes, not {store!r}")
         self._store, self._blocks, self._prefixes = store, blocks, prefixes
-        self.kept = self.came_back = 0
 
     def before_taking(self, n: int) -> None:
         """Keeps the blocks of the index that an allocation of ``n`` is about to evict. Where the
@@ -39,11 +40,11 @@ class ColdTier:
             if text is None:  # registered under a hash by somebody else
                 continue
             try:
-                put_block(_FN, self._blocks, block, self._store, _key(text), text.packed())
+                packed = text.packed()
+                put_block(_FN, self._blocks, block, self._store, _key(packed), packed)
             except StoreError as error:
                 warnings.warn(f"{error}; what it was to keep is evicted", UserWarning, stacklevel=2)
                 return
-            self.kept += 1
 
     def ask(self, text: Text, first: int, n: int) -> list[NDArray[np.uint8]]:
         """The envelopes of blocks ``first`` .. n-1 of a text, as far as the store has them in a
@@ -51,17 +52,17 @@ class ColdTier:
         found: list[NDArray[np.uint8]] = []
         b = self._blocks.block_size
         for end in range((first + 1) * b, n * b + 1, b):
-            part = Text(text.namespace, array("I", text.tokens[:end]))
+            part = Text(text.namespace, text.tokens[:end]).packed()
             try:
                 block = get_block(_FN, self._blocks, self._store, _key(part))
             except StoreError as error:
                 warnings.warn(f"{error}; its tokens are computed", UserWarning, stacklevel=3)
                 break
-            if block is None or block[1] != part.packed():
+            if block is None or block[1] != part:
                 break
             found.append(block[0])
         return found
 
 
-def _key(text: Text) -> str:
-    return f"block-{hashlib.sha256(text.packed()).hexdigest()}"
+def _key(packed: bytes) -> str:
+    return f"block-{hashlib.sha256(packed).hexdigest()}"

@@ -256,7 +256,7 @@ class PagedKVCache(NotCopied):
         if cold is not None:
             from tinyllm.infer.cold import ColdTier
 
-            self._cold = ColdTier(cold, self._blocks, self._prefixes)
+            self._cold = ColdTier(fn, cold, self._blocks, self._prefixes)
             self._blocks.before_taking = self._cold.before_taking
         self._spare: list[BatchTable] = []
         self._copies = self._failures = 0
@@ -349,7 +349,6 @@ class PagedKVCache(NotCopied):
             envelopes.append(kept[first + len(envelopes)])
         if not envelopes:
             return found
-        assert self._cold is not None
         fresh = self._blocks.load_all(envelopes, len(envelopes))
         table = np.concatenate((sequence.table[:first], fresh))
         length = len(table) * self.block_size
@@ -357,7 +356,6 @@ class PagedKVCache(NotCopied):
             self._blocks.unref(sequence.table[first:].tolist()),
             partial(setattr, sequence, "table", table),
             partial(setattr, sequence, "lengths", [length] * self.n_layers),
-            partial(setattr, self._cold, "came_back", self._cold.came_back + len(fresh)),
             self._blocks.keep(),
         )
         return length
@@ -793,14 +791,12 @@ class PagedKVCache(NotCopied):
             self._blocks.commit(partial(setattr, text, "entered", text.entered + int(places[0])))
             self._blocks.give_back()
             return
-        own, table = sequence.table[text.entered + places].tolist(), sequence.table.copy()
-        table[text.entered + places] = twins[places]
-        self._blocks.commit(
-            partial(setattr, text, "entered", text.entered + n),
-            partial(setattr, sequence, "table", table),
-            self._blocks.keep(),
-            self._blocks.unref(own),
-        )
+        steps = [partial(setattr, text, "entered", text.entered + n), self._blocks.keep()]
+        if len(places):
+            own, table = sequence.table[text.entered + places].tolist(), sequence.table.copy()
+            table[text.entered + places] = twins[places]
+            steps += [partial(setattr, sequence, "table", table), self._blocks.unref(own)]
+        self._blocks.commit(*steps)
 
     # --- memory
     # ---------------------------------------------------------------------------------------------

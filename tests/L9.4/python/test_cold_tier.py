@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from test_prefix_cache import SIZES, TEXT, check, say, write
-from tinyllm import MemoryStore, OutOfBlocks, PagedKVCache
+from tinyllm import Layer, MemoryStore, OutOfBlocks, PagedKVCache
 from tinyllm.infer import cold
 
 OTHER = list(range(1000, 1060))  # 15 of 16 blocks
@@ -63,6 +63,32 @@ def test_what_was_evicted_comes_back_with_every_bit(cache: PagedKVCache, namespa
     assert cache.snapshot().counters["leaked"] == 0
 
 
+def test_what_an_import_evicts_is_kept_too(cache: PagedKVCache) -> None:
+    say(cache, "long", OTHER)
+    kept = cache.export_seq("long")
+    cache.drop_namespace(b"")  # and with it the blocks that were found under it
+    cache.free("long")
+    say(cache, "a", TEXT, b"x")
+    cache.free("a")
+    cache.import_seq("b", kept)  # 15 of 16 blocks
+    assert cache.match_len(TEXT, b"x") == 4
+    cache.free("b")
+    assert cache.add_seq("c", TEXT, b"x") == 8
+    check(cache, "c", TEXT, b"x")
+
+
+@pytest.mark.parametrize("store", [7, "s3://bucket", object()])
+def test_what_is_no_store_is_refused_when_the_cache_is_made(store: Any) -> None:
+    with pytest.raises(TypeError, match="cold must be a mapping of str to bytes, not"):
+        PagedKVCache(num_blocks=4, cold=store, **SIZES)
+
+
+def test_layers_with_windows_have_no_cold_tier(store: Store) -> None:
+    layers = [Layer(1, 4), Layer(1, 4, window=8)]
+    with pytest.raises(TypeError, match="layers with windows keep no texts"):
+        PagedKVCache(num_blocks=4, block_size=4, layers=layers, cold=store)
+
+
 def test_another_process_finds_what_a_store_keeps(store: Store) -> None:
     with PagedKVCache(num_blocks=16, cold=store, **SIZES) as first:
         pushed_out(first)
@@ -82,7 +108,7 @@ def test_tokens_are_compared_and_no_name_decides(
     cache: PagedKVCache, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Even where all texts had one name, none would be taken for another."""
-    monkeypatch.setattr(cold, "_key", lambda text: "one name")
+    monkeypatch.setattr(cold, "_key", lambda packed: "one name")
     pushed_out(cache)
     assert list(store) == ["one name"]  # of the block that was evicted last, the first of the text
     assert cache.add_seq("c", [9, *TEXT]) == 0

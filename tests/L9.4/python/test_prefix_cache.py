@@ -230,6 +230,13 @@ def test_whole_blocks_end_a_match_at_a_block(cache: PagedKVCache) -> None:
     assert cache.snapshot().counters["leaked"] == 0
 
 
+def test_a_leave_that_is_no_count_begins_nothing(cache: PagedKVCache) -> None:
+    for leave, error in ((-1, ValueError), (2**31, ValueError), (1.5, TypeError), ("1", TypeError)):
+        with pytest.raises(error, match="add_seq: leave"):
+            cache.add_seq("a", TEXT, leave=leave)
+    assert "a" not in cache
+
+
 def test_what_ended_is_found_until_its_room_is_needed(cache: PagedKVCache) -> None:
     say(cache, "a", TEXT)
     cache.free("a")
