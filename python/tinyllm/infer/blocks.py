@@ -108,7 +108,8 @@ class Blocks:
         return stats
 
     def take(self, n: int) -> NDArray[np.uint32] | None:
-        """``n`` blocks, which are ``fresh``; None where there are not as many."""
+        """``n`` blocks, which are ``fresh``; None where there are not as many. Who writes to them
+        then calls ``stats``."""
         if n == 0:
             return np.empty(0, np.uint32)
         if n > self.n_blocks:
@@ -121,8 +122,7 @@ class Blocks:
             if error.status != TL_EFULL:
                 raise
             return None
-        self.stats()
-        return self.fresh
+        return fresh
 
     def _taking(self, n: int) -> NDArray[np.uint32]:
         """``room`` for blocks that the pool is about to give, evicting others where it must."""

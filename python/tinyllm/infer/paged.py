@@ -658,6 +658,8 @@ class PagedKVCache(NotCopied):
                     self._blocks.copy(old, new)
                 self._blocks.give_up([old for old, _ in plan.copied() if old in plan.kept])
                 self._blocks.write(layer, held, starts, lengths, rows, tp)
+            if plan.n_more or plan.n_copies:  # held beside what they are copies of, for this moment
+                self._blocks.stats()
             overflowed = self._blocks.overflowed + rows.overflowed
             self._blocks.commit(
                 partial(setattr, self._blocks, "overflowed", overflowed), *self._grown(plan)

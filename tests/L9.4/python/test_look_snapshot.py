@@ -249,6 +249,19 @@ def test_the_high_water_mark_is_that_of_moments_nobody_looked_at(cache: PagedKVC
     assert (counters["blocks_used"], counters["blocks_high_water"]) == (0, 5)
 
 
+def test_blocks_that_a_failing_append_looked_for_are_no_high_water(lib: Lib) -> None:
+    """One block is left for the new positions, and none for the copy of the shared one."""
+    with PagedKVCache(lib, 4, 4, 1, 1, 2) as cache:
+        cache.add_seq("a")
+        cache.append("a", 0, *np.ones((2, 1, 10, 2), np.float16))
+        cache.fork("a", "b")
+        with pytest.raises(OutOfBlocks):
+            cache.append("b", 0, *np.ones((2, 1, 3, 2), np.float16))
+        assert cache.snapshot().counters["blocks_high_water"] == 3
+        cache.append("b", 0, *np.ones((2, 1, 1, 2), np.float16))
+        assert cache.snapshot().counters["blocks_high_water"] == 4
+
+
 def test_names_are_strings_as_they_are_and_repr_of_the_rest(cache: PagedKVCache) -> None:
     for seq_id in ("chat 1", 7, ("user", 3), "\x1b[31m"):
         cache.add_seq(seq_id)
